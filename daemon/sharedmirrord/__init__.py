@@ -1,0 +1,1 @@
+"""The sidecar daemon of sharedmirror: one per node, owner of the pinned mirror."""

@@ -1,0 +1,5 @@
+"""``python -m sharedmirrord``."""
+
+from sharedmirrord.cli import main
+
+main()

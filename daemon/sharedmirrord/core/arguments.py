@@ -1,0 +1,107 @@
+"""Reading a request's arguments: every wrong type or range is refused before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sharedmirror.errors import KeyInputError, ProtocolError
+from sharedmirror.types import MAX_KEY_BYTES, Plane
+
+MAX_TEXT_BYTES = 256
+MAX_PLANES = 65536
+MAX_SLICE_BYTES = 1 << 40
+
+
+def integer(arguments: Mapping[str, Any], name: str, low: int = 0, high: int = (1 << 62)) -> int:
+    """Return an integer argument within ``low`` and ``high``; raises ProtocolError."""
+    value = arguments.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise ProtocolError(f"{name} must be an integer from {low} to {high}, not {value!r:.80}")
+    return value
+
+
+def optional_integer(arguments: Mapping[str, Any], name: str, low: int = 0, high: int = (1 << 62)) -> int | None:
+    """Return an integer argument or None where it is absent."""
+    return None if arguments.get(name) is None else integer(arguments, name, low, high)
+
+
+def text(arguments: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    """Return a string argument of at most 256 bytes."""
+    value = arguments.get(name, default)
+    if not isinstance(value, str) or len(value.encode(errors="replace")) > MAX_TEXT_BYTES:
+        raise ProtocolError(f"{name} must be a string of at most {MAX_TEXT_BYTES} bytes, not {value!r:.80}")
+    return value
+
+
+def flag(arguments: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a boolean argument."""
+    value = arguments.get(name, default)
+    if not isinstance(value, bool):
+        raise ProtocolError(f"{name} must be true or false, not {value!r:.80}")
+    return value
+
+
+def seconds(arguments: Mapping[str, Any], name: str) -> float:
+    """Return a duration from 0 to a day; absent means 0."""
+    value = arguments.get(name) or 0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 86400:
+        raise ProtocolError(f"{name} must be seconds from 0 to 86400, not {value!r:.80}")
+    return float(value)
+
+
+def integers(arguments: Mapping[str, Any], name: str) -> list[int]:
+    """Return a list of non-negative integers; absent means none."""
+    value = arguments.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
+        raise ProtocolError(f"{name} must be a list of non-negative integers")
+    return value
+
+
+def check_key(key: Any) -> bytes:
+    """Return ``key`` if it is 1 to 64 bytes; raises KeyInputError."""
+    if not isinstance(key, bytes):
+        raise KeyInputError(f"a key must be bytes, not {type(key).__name__}")
+    if not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise KeyInputError(f"a key must have 1 to {MAX_KEY_BYTES} bytes, not {len(key)}", length=len(key))
+    return key
+
+
+def keys(arguments: Mapping[str, Any], *, distinct: bool = True) -> list[bytes]:
+    """Return the list ``keys``; raises KeyInputError for a bad key or one that comes twice."""
+    value = arguments.get("keys")
+    if not isinstance(value, list):
+        raise ProtocolError("keys must be a list")
+    # The quick test first: calls carry hundreds of keys, nearly always good ones.
+    if any(type(key) is not bytes or not 0 < len(key) <= MAX_KEY_BYTES for key in value):
+        for key in value:
+            check_key(key)
+    if distinct and len(set(value)) != len(value):
+        seen: set[bytes] = set()
+        for position, key in enumerate(value):
+            if key in seen:
+                raise KeyInputError(f"the key at position {position} comes twice in one call", position=position)
+            seen.add(key)
+    return value
+
+
+def planes(arguments: Mapping[str, Any], rank: int) -> tuple[Plane, ...]:
+    """Return the announced planes; raises ProtocolError for what cannot be laid out."""
+    value = arguments.get("planes")
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_PLANES:
+        raise ProtocolError(f"rank {rank} must announce 1 to {MAX_PLANES} planes")
+    found = []
+    for item in value:
+        if not (isinstance(item, list) and len(item) == 5 and isinstance(item[0], str)):
+            raise ProtocolError("a plane is [name, shard, shards, slice_bytes, span]")
+        name, shard, shards, slice_bytes, span = item
+        if any(type(number) is not int for number in item[1:]):
+            raise ProtocolError(f"plane {name!r:.80} has a number that is none")
+        if not (0 <= shard < shards <= 65536 and 0 < slice_bytes <= MAX_SLICE_BYTES and 0 < span <= MAX_SLICE_BYTES):
+            raise ProtocolError(f"plane {name!r:.80} has numbers out of range: {item[1:]}")
+        found.append(Plane(name, shard, shards, slice_bytes, span))
+    if len({(plane.name, plane.shard) for plane in found}) != len(found):
+        raise ProtocolError(f"rank {rank} announced a plane twice")
+    return tuple(found)

@@ -1,0 +1,421 @@
+"""Sessions, ranks, engine incarnations and pools: who may come, what they must bring, how they end.
+
+Handlers raise before they change anything, so that a retryable error can be tried again when
+something has moved. A pool exists from its first attach and is ready when every rank of that engine
+has announced its planes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sharedmirror.errors import (
+    ArenaFull,
+    DaemonUnavailable,
+    EngineBusy,
+    PoolMismatch,
+    PoolNotFound,
+    RankAttached,
+    RankError,
+    RanksMissing,
+    SharedMirrorError,
+    UsageError,
+)
+from sharedmirror.types import REGION_ALIGNMENT_BYTES, Layout, Plane, PoolKind, Role
+from sharedmirrord.core import arguments as arg
+from sharedmirrord.core import leases
+from sharedmirrord.core.durable import CreateTable, Put
+from sharedmirrord.core.model import (
+    Effects,
+    Incarnation,
+    Peer,
+    Pool,
+    Properties,
+    Region,
+    Session,
+    SessionState,
+    State,
+)
+from sharedmirrord.core.pages import PageTable
+from sharedmirrord.core.regions import frame_bytes, place
+
+_MAX_PAGES = (1 << 32) - 2
+
+
+def hello(state: State, session_id: int, peer: Peer, role: Role, now: float) -> None:
+    """Note a process that has shaken hands; it leaves no record until it attaches."""
+    state.sessions[session_id] = Session(session_id, peer, role, since=now)
+
+
+def attach(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
+    """``attach``: become a rank of an engine in a pool, or its scheduler."""
+    if session.state not in (SessionState.NEW, SessionState.WAITING):
+        raise UsageError("this connection is attached already; open another one", session=session.id)
+    session.state = SessionState.WAITING
+    if not state.ready:
+        raise DaemonUnavailable("the daemon is still prefaulting its arena; `sharedmirror status` shows how far it is")
+    if session.role is Role.SCHEDULER:
+        return _attach_scheduler(state, session, arguments, out)
+    if session.role is not Role.WORKER:
+        raise UsageError("an observer cannot attach", session=session.id)
+    return _attach_worker(state, session, arguments, out)
+
+
+# -- schedulers ----------------------------------------------------------------------------------
+
+
+def _attach_scheduler(state: State, session: Session, arguments: dict[str, Any], out: Effects) -> dict[str, Any]:
+    name, engine = arg.text(arguments, "pool"), arg.text(arguments, "engine")
+    launch = arguments.get("launch") and arg.text(arguments, "launch")
+    incarnation = _current(state, name, engine)
+    pool = _pool_for_scheduler(state, name, engine, incarnation)
+    leases.table_of(pool)
+    incarnation = _join(state, name, engine, launch, None, static=False, out=out)
+    _bind(session, pool, incarnation, out)
+    return _description(pool) | {"session": session.id}
+
+
+def _pool_for_scheduler(state: State, name: str, engine: str, incarnation: Incarnation | None) -> Pool:
+    if incarnation is not None:
+        for session_id in incarnation.sessions:
+            number = state.sessions[session_id].pool
+            if number is not None:
+                return state.pools[number]
+    named = [pool for pool in state.pools.values() if pool.name == name and pool.ready]
+    if len(named) > 1:
+        tags = sorted(pool.tag for pool in named)
+        raise PoolMismatch(
+            f"{len(named)} pools are named {name!r}, with tags {tags}; attach a worker of engine {engine!r} first"
+        )
+    if not named:
+        raise PoolNotFound(
+            f"no pool {name!r} is ready; it is created when all workers of an engine have attached", pool=name
+        )
+    return named[0]
+
+
+# -- workers -------------------------------------------------------------------------------------
+
+
+def _attach_worker(state: State, session: Session, arguments: dict[str, Any], out: Effects) -> dict[str, Any]:
+    name, tag, engine = (arg.text(arguments, key, "") for key in ("pool", "tag", "engine"))
+    launch = arguments.get("launch") and arg.text(arguments, "launch")
+    properties = _properties(arguments)
+    rank = arg.integer(arguments, "rank", -(1 << 31), 1 << 31)
+    if not 0 <= rank < properties.world_size:
+        raise RankError(f"rank {rank} is outside a world of {properties.world_size}", rank=rank)
+    planes = arg.planes(arguments, rank)
+    pages = arg.optional_integer(arguments, "num_host_pages", 1, _MAX_PAGES)
+    static = properties.kind is PoolKind.STATIC
+    incarnation = _current(state, name, engine)
+    if incarnation is not None:
+        _check_tag(state, incarnation, session, name, tag)
+        _check_rank(state, incarnation, session, rank, launch, static)
+    pool = next((pool for pool in state.pools.values() if (pool.name, pool.tag) == (name, tag)), None)
+    if pool is not None:
+        _check_pool(pool, properties, pages, rank, planes)
+    if pool is not None and static and pool.holder is not None:
+        _check_holder(state, pool, name, engine, launch)
+    incarnation = _join(state, name, engine, launch, rank, static=static, out=out)
+    if pool is None:
+        pool = Pool(state.new_id(), name, tag, properties, pages, incarnation.id)
+        state.pools[pool.id] = pool
+    if not pool.ready:
+        _announce(state, pool, incarnation, session, rank, planes, pages)
+        _form(state, pool, out)
+    session.rank = rank
+    incarnation.ranks[rank] = session.id
+    if static and pool.holder != incarnation.id:
+        pool.holder = incarnation.id
+        out.writes.append(Put("pool", pool.id, pool.record()))
+    _bind(session, pool, incarnation, out)
+    return _welcome(state, pool, session, rank)
+
+
+def _properties(arguments: dict[str, Any]) -> Properties:
+    try:
+        layout = Layout(arg.text(arguments, "layout"))
+        kind = PoolKind(arg.text(arguments, "kind"))
+    except ValueError as error:
+        raise UsageError(f"{error}; layouts are 'slab' and 'page', kinds 'static' and 'leased'") from None
+    world_size = arg.integer(arguments, "world_size", -(1 << 31), 1 << 31)
+    if not 1 <= world_size <= 65535:
+        raise RankError(f"a world has 1 to 65535 ranks, not {world_size}", world_size=world_size)
+    page_size = arg.integer(arguments, "page_size", 1)
+    return Properties(page_size, world_size, layout, kind, arg.integer(arguments, "frames_per_page", 1, 1 << 20))
+
+
+def _check_tag(state: State, incarnation: Incarnation, session: Session, name: str, tag: str) -> None:
+    for other in incarnation.sessions:
+        number = state.sessions[other].pool
+        if number is not None and other != session.id and state.pools[number].tag != tag:
+            raise PoolMismatch(
+                f"engine {incarnation.engine!r} is attached to pool {name!r} with tag {state.pools[number].tag!r}, "
+                f"this rank says {tag!r}"
+            )
+    for pool in state.pools.values():
+        if (
+            not pool.ready
+            and pool.name == name
+            and pool.former == incarnation.id
+            and pool.announced
+            and pool.tag != tag
+        ):
+            raise PoolMismatch(f"pool {name!r} is being formed with tag {pool.tag!r}, this rank says {tag!r}")
+
+
+def _check_rank(
+    state: State, incarnation: Incarnation, session: Session, rank: int, launch: str | None, static: bool
+) -> None:
+    if launch is not None and incarnation.launch is not None and launch != incarnation.launch:
+        return  # the whole launch is asked about in _join
+    holders = [incarnation.ranks.get(rank)]
+    holders += [
+        pool.announced.get(rank) for pool in state.pools.values() if not pool.ready and pool.former == incarnation.id
+    ]
+    for number in holders:
+        holder = state.sessions.get(number) if number is not None else None
+        if holder is None or holder is session or holder.state is SessionState.DETACHED:
+            continue
+        pid = holder.peer.pid
+        if holder.state is SessionState.DEAD:
+            if static:
+                raise _busy(state, incarnation, [holder])
+        elif holder.connected:
+            raise RankAttached(
+                f"rank {rank} of engine {incarnation.engine!r} is attached by the living process {pid}; "
+                f"stop it, or use another engine name",
+                rank=rank,
+                pid=pid,
+            )
+        else:
+            raise _busy(state, incarnation, [holder])
+
+
+def _busy(state: State, incarnation: Incarnation, holders: Iterable[Session]) -> EngineBusy:
+    words = [
+        f"process {h.peer.pid} ({', '.join(h.missing) or 'alive'}; may be held by {list(h.holders) or 'unknown'})"
+        for h in holders
+    ]
+    pids = sorted({h.peer.pid for h in holders} | {pid for h in holders for pid in h.holders})
+    return EngineBusy(
+        f"engine {incarnation.engine!r} of pool {incarnation.pool_name!r} is still held by {'; '.join(words)}: "
+        f"its end is not proven. "
+        f"End these processes, or use another engine name",
+        pids=pids,
+    )
+
+
+def _check_holder(state: State, pool: Pool, name: str, engine: str, launch: str | None) -> None:
+    holder = state.incarnations.get(pool.holder) if pool.holder is not None else None
+    if holder is None or not holder.sessions:
+        return
+    same = holder.engine == engine and (launch is None or holder.launch is None or launch == holder.launch)
+    if not same or state.current.get((name, engine)) != holder.id:
+        raise _busy(state, holder, [state.sessions[number] for number in holder.sessions])
+
+
+def _check_pool(pool: Pool, asked: Properties, pages: int | None, rank: int, planes: tuple[Plane, ...]) -> None:
+    have = pool.properties
+    compared: list[tuple[str, object, object]] = [
+        ("page size", have.page_size, asked.page_size),
+        ("world size", have.world_size, asked.world_size),
+        ("layout", have.layout.value, asked.layout.value),
+        ("kind", have.kind.value, asked.kind.value),
+        ("frames_per_page", have.frames_per_page, asked.frames_per_page),
+    ]
+    if pages is not None and pool.num_host_pages is not None:
+        compared.append(("num_host_pages", pool.num_host_pages, pages))
+    for what, mine, theirs in compared:
+        if mine != theirs:
+            raise PoolMismatch(
+                f"pool {pool.name!r} has {what} {mine}, rank {rank} asks for {theirs}", pool=pool.id, rank=rank
+            )
+    known = pool.planes.get(rank)
+    if pool.ready and known is not None and known != planes:
+        raise PoolMismatch(
+            f"rank {rank} of pool {pool.name!r} came back with other planes: {_difference(known, planes)}", rank=rank
+        )
+
+
+def _difference(known: tuple[Plane, ...], planes: tuple[Plane, ...]) -> str:
+    if len(known) != len(planes):
+        return f"it had {len(known)}, now {len(planes)}"
+    at = next(i for i, (mine, theirs) in enumerate(zip(known, planes, strict=True)) if mine != theirs)
+    return f"plane {at} was {known[at]}, now {planes[at]}"
+
+
+# -- incarnations --------------------------------------------------------------------------------
+
+
+def _current(state: State, name: str, engine: str) -> Incarnation | None:
+    number = state.current.get((name, engine))
+    return None if number is None else state.incarnations.get(number)
+
+
+def _join(
+    state: State, name: str, engine: str, launch: str | None, rank: int | None, *, static: bool, out: Effects
+) -> Incarnation:
+    """Return the living incarnation, or a new one once its forerunner may be left behind.
+
+    A leased pool admits a successor when all processes of the forerunner have ended, though pages
+    they may still write stay quarantined; a static one waits for the proof.
+    """
+    found = _current(state, name, engine)
+    if found is not None:
+        members = [state.sessions[number] for number in found.sessions | _announcers(state, found)]
+        alive = [s for s in members if s.state not in (SessionState.DEAD, SessionState.DETACHED)]
+        if launch is not None and found.launch is None and not any(s.role is Role.WORKER for s in members):
+            found.launch = launch
+            out.writes.append(Put("incarnation", found.id, found.record()))
+        if launch is not None and found.launch != launch:
+            blocking = members if static else alive
+            if blocking:
+                raise _busy(state, found, blocking)
+        elif alive:
+            return found
+        elif members and static:
+            raise _busy(state, found, members)
+    created = Incarnation(state.new_id(), engine, name, launch)
+    state.incarnations[created.id] = created
+    state.current[name, engine] = created.id
+    out.writes.append(Put("incarnation", created.id, created.record()))
+    return created
+
+
+def _announcers(state: State, incarnation: Incarnation) -> set[int]:
+    forming = (pool for pool in state.pools.values() if not pool.ready and pool.former == incarnation.id)
+    return {number for pool in forming for number in pool.announced.values() if number in state.sessions}
+
+
+def _bind(session: Session, pool: Pool, incarnation: Incarnation, out: Effects) -> None:
+    session.pool, session.incarnation = pool.id, incarnation.id
+    session.state = SessionState.ATTACHED
+    incarnation.sessions.add(session.id)
+    out.writes.append(Put("session", session.id, session.record()))
+
+
+# -- forming a pool ------------------------------------------------------------------------------
+
+
+def _announce(
+    state: State,
+    pool: Pool,
+    incarnation: Incarnation,
+    session: Session,
+    rank: int,
+    planes: tuple[Plane, ...],
+    pages: int | None,
+) -> None:
+    if pool.failure is not None and session.id in pool.announced.values():
+        raise pool.failure
+    if incarnation.id != pool.former:
+        if any(number in state.sessions for number in pool.announced.values()):
+            raise RanksMissing(f"pool {pool.name!r} is being formed by another engine", pool=pool.id)
+        pool.former, pool.failure = incarnation.id, None
+        pool.announced.clear()
+        pool.planes.clear()
+    pool.announced[rank] = session.id
+    pool.planes[rank] = planes
+    if pool.num_host_pages is None:
+        pool.num_host_pages = pages
+
+
+def _form(state: State, pool: Pool, out: Effects) -> None:
+    """Make the pool ready if every rank has announced; raises RanksMissing or ArenaFull otherwise."""
+    missing = [rank for rank in range(pool.properties.world_size) if rank not in pool.announced]
+    if missing:
+        raise RanksMissing(
+            f"pool {pool.name!r} waits for ranks {missing} of {pool.properties.world_size} to attach", ranks=missing
+        )
+    try:
+        _allocate(state, pool)
+    except SharedMirrorError as error:
+        pool.failure = error
+        state.moved = True
+        raise
+    pool.ready = True
+    state.moved = True
+    if pool.properties.kind is PoolKind.LEASED and pool.num_host_pages is not None:
+        pool.table = PageTable(pool.num_host_pages)
+        out.writes.append(CreateTable(pool.id, pool.num_host_pages))
+    out.writes += [Put("pool", pool.id, pool.record()), Put("marks", pool.id, pool.marks())]
+
+
+def _allocate(state: State, pool: Pool) -> None:
+    """Group the planes by the ranks that share them, size the pool and take its regions."""
+    owners: dict[tuple[str, int], list[int]] = {}
+    known: dict[tuple[str, int], Plane] = {}
+    for rank in sorted(pool.planes):
+        for plane in pool.planes[rank]:
+            mark = (plane.name, plane.shard)
+            if known.setdefault(mark, plane) != plane:
+                raise PoolMismatch(
+                    f"rank {rank} brings {plane}, another rank {known[mark]}: equal shards hold equal bytes"
+                )
+            owners.setdefault(mark, []).append(rank)
+    groups: dict[tuple[int, ...], list[Plane]] = {}
+    for mark, holders in owners.items():
+        groups.setdefault(tuple(holders), []).append(known[mark])
+    properties = pool.properties
+    per_page = sum(frame_bytes(planes) for planes in groups.values()) * properties.frames_per_page
+    free = state.space.free_bytes
+    pages = pool.num_host_pages
+    if pages is None:
+        pages = max(0, free // 2 - len(groups) * REGION_ALIGNMENT_BYTES) // per_page
+    least = 2 if properties.kind is PoolKind.LEASED else 1
+    placements = {
+        ranks: place(planes, pages * properties.frames_per_page, properties.layout) for ranks, planes in groups.items()
+    }
+    asked = sum(placement.size_bytes for placement in placements.values())
+    if pages < least or asked > free:
+        wanted = f"{max(pages, least)} pages of {per_page} bytes ({max(asked, least * per_page)} bytes)"
+        raise ArenaFull(
+            f"pool {pool.name!r} asks for {wanted}; the arena has {free} of {state.space.size_bytes} bytes free. "
+            f"Ask for fewer host pages, or start the daemon with more --memory",
+            asked=max(asked, least * per_page),
+            free=free,
+        )
+    pool.num_host_pages, pool.bytes_per_page = pages, per_page
+    regions: dict[tuple[int, ...], Region] = {}
+    for ranks, placement in placements.items():
+        extents = state.space.allocate(placement.size_bytes)
+        if extents is None:
+            raise RuntimeError("the arena has less room than it counts")
+        regions[ranks] = Region(
+            state.new_id(), ranks, tuple((0, at, size) for at, size in extents), placement.size_bytes
+        )
+    pool.regions = list(regions.values())
+    where = {
+        (plane.name, plane.shard): (regions[ranks].id, placements[ranks].bases[i], placements[ranks].strides[i])
+        for ranks, planes in groups.items()
+        for i, plane in enumerate(planes)
+    }
+    pool.places = {rank: [where[plane.name, plane.shard] for plane in planes] for rank, planes in pool.planes.items()}
+
+
+def _description(pool: Pool) -> dict[str, Any]:
+    return {
+        "pool": pool.id,
+        "num_host_pages": pool.num_host_pages,
+        "frames_per_page": pool.properties.frames_per_page,
+        "page_size": pool.properties.page_size,
+    }
+
+
+def _welcome(state: State, pool: Pool, session: Session, rank: int) -> dict[str, Any]:
+    places = pool.places[rank]
+    regions = [region for region in pool.regions if rank in region.ranks]
+    order = {region.id: at for at, region in enumerate(regions)}
+    revoked = [lease.id for lease in state.leases.values() if lease.pool == pool.id]
+    return _description(pool) | {
+        "session": session.id,
+        "regions": [{"id": r.id, "bytes": r.size_bytes, "extents": [list(e) for e in r.extents]} for r in regions],
+        "planes": [[order[region], base, stride] for region, base, stride in places],
+        # Leases of before were granted without this process as a writer, and hits being released may lose their pages.
+        "revoked": revoked,
+        "lease_floor": min(revoked, default=state.next_id),
+        "released": [hit.id for hit in state.hits.values() if hit.released],
+        "hit_floor": next(iter(state.hits), state.next_id),
+    }

@@ -1,0 +1,181 @@
+"""Looking up, pinning, releasing, evicting and clearing.
+
+Keeps invariants 5 (only sealed pages are found) and 6 (a pinned page is never evicted; pins of a dead
+holder stay until every worker of its engine has drained its loads or is proven gone).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sharedmirror.errors import StaleLease, UsageError
+from sharedmirrord.core import arguments as arg
+from sharedmirrord.core.durable import Delete, Put, SetSlots
+from sharedmirrord.core.leases import incarnation_of, pool_of, revoke_keyed, table_of
+from sharedmirrord.core.model import Effects, OpenHit, Pool, Session, State
+
+MISSING = -1
+"""Stands in ``pages`` for a key without a readable page."""
+
+
+def lookup(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
+    """``lookup``: find and pin. ``states`` has one letter a key: h(it), p(ending), m(iss)."""
+    pool = pool_of(state, session)
+    table = table_of(pool)
+    keys = arg.keys(arguments)
+    mode = arguments.get("mode", "prefix")
+    index = table.index
+    if mode == "prefix":
+        pages = []
+        for key in keys:
+            page = index.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        found = pages
+        states = "h" * len(pages) + _waiting(pool, keys[len(pages) :])
+    elif mode == "each":
+        pages = [index.get(key, MISSING) for key in keys]
+        found = [page for page in pages if page != MISSING]
+        states = "".join(
+            "h" if page != MISSING else "p" if key in pool.pending else "m"
+            for key, page in zip(keys, pages, strict=True)
+        )
+    else:
+        raise UsageError(f"mode must be 'prefix' or 'each', not {mode!r:.80}")
+    pool.hits += len(found)
+    pool.misses += len(keys) - len(found)
+    if not found:
+        return {"hit": 0, "pages": pages, "states": states}
+    hit = OpenHit(state.new_id(), pool.id, incarnation_of(session), session.id, found)
+    table.use(found)
+    table.pin(found)
+    state.hits[hit.id] = hit
+    session.hits.add(hit.id)
+    out.writes.append(Put("hit", hit.id, hit.record()))
+    return {"hit": hit.id, "pages": pages, "states": states}
+
+
+def _waiting(pool: Pool, keys: list[bytes]) -> str:
+    pending = pool.pending
+    return "".join("p" if key in pending else "m" for key in keys) if pending else "m" * len(keys)
+
+
+def contains(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
+    """``contains``: the state of each key, pinning nothing."""
+    pool = pool_of(state, session)
+    index, pending = table_of(pool).index, pool.pending
+    keys = arg.keys(arguments, distinct=False)
+    return {"states": "".join("h" if key in index else "p" if key in pending else "m" for key in keys)}
+
+
+def touch(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
+    """``touch``: mark readable keys and the chains they hang on as used now."""
+    table = table_of(pool_of(state, session))
+    found = [table.index[key] for key in arg.keys(arguments, distinct=False) if key in table.index]
+    table.use(found)
+    return {"touched": len(found)}
+
+
+def release(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
+    """``release``: pins go once every worker of the engine has drained its loads under these hits."""
+    for number in arg.integers(arguments, "hits"):
+        hit = state.hits.get(number)
+        if hit is None:
+            continue
+        if hit.incarnation != session.incarnation:
+            raise StaleLease(f"hit {number} belongs to another engine", hit=number)
+        let_go(state, hit, out)
+    return {}
+
+
+def let_go(state: State, hit: OpenHit, out: Effects) -> None:
+    """Begin the release of a hit; ends at once when no worker could be loading under it."""
+    if hit.released:
+        return
+    hit.released = True
+    hit.awaited = {worker.id for worker in state.workers(hit.incarnation) if worker.may_copy}
+    holder = state.sessions.get(hit.session)
+    if holder is not None:
+        holder.hits.discard(hit.id)
+    body = {"push": "released", "hits": [hit.id], "hit_floor": next(iter(state.hits))}
+    out.pushes += [(worker, body) for worker in hit.awaited]
+    if not settle(state, hit, out):
+        out.writes.append(Put("hit", hit.id, hit.record()))
+
+
+def ask_again(state: State, session: Session, out: Effects) -> None:
+    """Repeat the releases that a worker has not answered, as far as is known after a restart."""
+    owed = [hit.id for hit in state.hits.values() if hit.released and session.id in hit.awaited]
+    if owed:
+        out.pushes.append((session.id, {"push": "released", "hits": owed, "hit_floor": next(iter(state.hits))}))
+
+
+def drained(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> None:
+    """The hit part of ``drained``: this worker loads no more under these hits."""
+    for number in arg.integers(arguments, "hits"):
+        hit = state.hits.get(number)
+        if hit is not None and hit.released:
+            hit.awaited.discard(session.id)
+            settle(state, hit, out)
+
+
+def worker_gone(state: State, session: Session, out: Effects) -> None:
+    """A worker is proven gone, or has detached after draining: no load of it is under way."""
+    for hit in list(state.hits.values()):
+        if hit.released and session.id in hit.awaited:
+            hit.awaited.discard(session.id)
+            settle(state, hit, out)
+
+
+def holder_ended(state: State, session: Session, out: Effects) -> None:
+    """Begin the release of every hit that a session held."""
+    for number in list(session.hits):
+        let_go(state, state.hits[number], out)
+
+
+def settle(state: State, hit: OpenHit, out: Effects) -> bool:
+    """Take the pins back if nobody is awaited any more; returns whether that happened."""
+    if not hit.released or hit.awaited:
+        return False
+    pool = state.pools[hit.pool]
+    table = table_of(pool)
+    freed = table.unpin(hit.pages)
+    if freed:
+        out.writes.append(SetSlots(pool.id, tuple(table.slot(page, pool.number) for page in freed)))
+    del state.hits[hit.id]
+    out.writes.append(Delete("hit", hit.id))
+    state.moved = True
+    return True
+
+
+def evict(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
+    """``evict``: free named keys; pinned ones stay and are named in the answer."""
+    pool = pool_of(state, session)
+    table = table_of(pool)
+    evicted, pinned, pages = [], [], []
+    for key in arg.keys(arguments):
+        page = table.index.get(key)
+        if page is None:
+            continue
+        if page in table.pins:
+            pinned.append(key)
+            continue
+        table.evict(page)
+        pages.append(page)
+        evicted.append(key)
+    if pages:
+        out.writes.append(SetSlots(pool.id, tuple(table.slot(page, pool.number) for page in pages)))
+        state.moved = True
+    return {"evicted": evicted, "pinned": pinned}
+
+
+def clear(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
+    """``clear``: all keys vanish at once, by raising the pool's durable number."""
+    pool = pool_of(state, session)
+    freed = table_of(pool).clear()
+    pool.number += 1
+    out.writes.append(Put("marks", pool.id, pool.marks()))
+    revoke_keyed(state, pool, out)
+    state.moved = True
+    return {"freed": len(freed)}

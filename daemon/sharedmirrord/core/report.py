@@ -1,0 +1,145 @@
+"""What ``status`` tells of the core, as plain values; see ``sharedmirror.cli`` for the schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sharedmirror.types import PoolKind
+from sharedmirrord.core.model import OpenLease, Pool, Session, SessionState, State
+from sharedmirrord.core.transitions import PageState
+
+OLD_LEASE_S = 600.0
+"""A lease older than this raises an alarm, and nothing else: time is never evidence."""
+
+
+def report(state: State, now: float) -> dict[str, Any]:
+    """Return the parts of the status map that the core knows."""
+    return {
+        "pools": [_pool(state, pool) for pool in state.pools.values()],
+        "sessions": [_session(state, session, now) for session in state.sessions.values() if session.pool is not None],
+        "ended": [
+            {
+                "id": e.id,
+                "pid": e.pid,
+                "engine": e.engine,
+                "role": e.role,
+                "rank": e.rank,
+                "pool": e.pool,
+                "how": e.how,
+                "ago_s": now - e.at,
+            }
+            for e in reversed(state.ended)
+        ],  # fmt: skip
+        "quarantine": [entry for lease in state.leases.values() for entry in _quarantine(state, lease)],
+        "alarms": [alarm for lease in state.leases.values() for alarm in _alarms(state, lease, now)],
+    }
+
+
+def _pool(state: State, pool: Pool) -> dict[str, Any]:
+    properties = pool.properties
+    ranks: dict[str, list[int]] = {}
+    for incarnation in state.incarnations.values():
+        held = [r for r, s in incarnation.ranks.items() if _lives(state, s) and state.sessions[s].pool == pool.id]
+        if held:
+            ranks[incarnation.engine] = sorted({*ranks.get(incarnation.engine, []), *held})
+    return {
+        "id": pool.id,
+        "name": pool.name,
+        "tag": pool.tag,
+        "kind": properties.kind.value,
+        "layout": properties.layout.value,
+        "page_size": properties.page_size,
+        "frames_per_page": properties.frames_per_page,
+        "world_size": properties.world_size,
+        "num_host_pages": pool.num_host_pages,
+        "bytes_per_host_page": pool.bytes_per_page,
+        "state": "ready" if pool.ready else "forming",
+        "ranks_attached": ranks,
+        "pages": _counts(state, pool),
+        "hits": pool.hits,
+        "misses": pool.misses,
+        "evictions": pool.table.evictions if pool.table else 0,
+        "number": pool.number,
+    }
+
+
+def _lives(state: State, session_id: int) -> bool:
+    session = state.sessions.get(session_id)
+    return session is not None and session.state in (SessionState.ATTACHED, SessionState.LOST)
+
+
+def _counts(state: State, pool: Pool) -> dict[str, int]:
+    table = pool.table
+    if table is not None:
+        named = {state.name.lower(): table.counts[state] for state in PageState}
+        return named | {"pinned": len(table.pins)}
+    pages = (pool.num_host_pages or 1) - 1 if pool.ready else 0
+    holder = state.incarnations.get(pool.holder) if pool.holder is not None else None
+    members = [state.sessions[number] for number in holder.sessions] if holder else []
+    doubtful = bool(members) and all(s.state is SessionState.DEAD for s in members)
+    held = pool.properties.kind is PoolKind.STATIC and bool(members)
+    return {
+        "reserved": 1 if pool.ready else 0,
+        "free": 0 if held else pages,
+        "leased": pages if held and not doubtful else 0,
+        "sealed": 0,
+        "pinned": 0,
+        "quarantined": pages if held and doubtful else 0,
+    }
+
+
+def _session(state: State, session: Session, now: float) -> dict[str, Any]:
+    incarnation = state.incarnations[session.incarnation] if session.incarnation is not None else None
+    return {
+        "id": session.id,
+        "pid": session.peer.pid,
+        "uid": session.peer.uid,
+        "engine": incarnation.engine if incarnation else "",
+        "role": session.role.value,
+        "rank": session.rank,
+        "pool": state.pools[session.pool].name if session.pool is not None else "",
+        "state": session.state.value,
+        "age_s": now - session.since,
+        "missing": list(session.missing),
+        "holders": list(session.holders),
+        "leases": [
+            {
+                "id": number,
+                "pages": state.leases[number].open.bit_count(),
+                "age_s": now - state.leases[number].since,
+                "missing_ranks": state.leases[number].missing_ranks(),
+                "revoked": bool(state.leases[number].revoked),
+            }
+            for number in sorted(session.leases)
+        ],
+        "pins": sum(len(state.hits[number].pages) for number in session.hits),
+    }
+
+
+def _quarantine(state: State, lease: OpenLease) -> list[dict[str, Any]]:
+    entries = []
+    for rank, number in lease.writers.items():
+        session = state.sessions.get(number)
+        open_bits = lease.open & ~(lease.committed.get(rank, 0) | lease.drained.get(rank, 0))
+        if session is not None and session.state is SessionState.DEAD and open_bits:
+            entries.append(
+                {
+                    "pool": state.pools[lease.pool].name,
+                    "lease": lease.id,
+                    "pages": open_bits.bit_count(),
+                    "session": session.id,
+                    "pid": session.peer.pid,
+                    "missing": list(session.missing),
+                    "holders": list(session.holders),
+                }
+            )
+    return entries
+
+
+def _alarms(state: State, lease: OpenLease, now: float) -> list[dict[str, str]]:
+    age = now - lease.since
+    if age < OLD_LEASE_S:
+        return []
+    pool, missing = state.pools[lease.pool].name, lease.missing_ranks()
+    message = f"lease {lease.id} of pool {pool!r} is {age:.0f} s old; ranks {missing} have not committed"
+    return [{"code": "old_lease", "message": message}]

@@ -1,0 +1,154 @@
+"""How sessions come back and how they end: resume, detach, death and the proof of it.
+
+Evidence flows from here to leases and hits: a session that detached or is proven gone can write and
+read no more; one whose process has merely ended may have left forks, and its pages are in doubt.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+from sharedmirror.errors import InstanceChanged, UsageError
+from sharedmirrord.core import arguments as arg
+from sharedmirrord.core import hits, leases
+from sharedmirrord.core.durable import Delete, Put
+from sharedmirrord.core.model import Effects, Ended, Peer, Session, SessionState, State
+
+
+def check_resume(state: State, number: int, peer: Peer) -> None:
+    """Raise InstanceChanged unless ``peer`` is the process of session ``number``, with its token."""
+    session = state.sessions.get(number)
+    if session is None or session.state is SessionState.DEAD:
+        raise InstanceChanged(f"session {number} has ended; attach again", session=number)
+    known = session.peer
+    same = peer.pid == known.pid and peer.start_time == known.start_time and peer.uid == known.uid
+    if not same or not hmac.compare_digest(peer.token_hash, known.token_hash):
+        raise InstanceChanged(f"session {number} belongs to another process; attach again", session=number)
+
+
+def resume(
+    state: State, session: Session, held_leases: list[int], held_hits: list[int], retry: int | None, out: Effects
+) -> None:
+    """A session is back. What it took and does not name is given up; what it owes is asked for again.
+
+    ``retry`` is the request that it will repeat: the answer, which it has not seen, may name a lease or
+    a hit that it could not name.
+    """
+    if session.last_reply is not None and session.last_request == retry:
+        held_leases = [*held_leases, session.last_reply.get("lease", 0)]
+        held_hits = [*held_hits, session.last_reply.get("hit", 0)]
+    session.connected = True
+    if session.state is SessionState.LOST:
+        session.state = SessionState.ATTACHED
+    state.survivors.discard(session.id)
+    state.moved = True
+    for number in sorted(session.leases.difference(held_leases)):
+        lease = state.leases[number]
+        leases.revoke(state, lease, lease.open, out)
+        leases.settle(state, lease, out)
+    for number in sorted(session.hits.difference(held_hits)):
+        hits.let_go(state, state.hits[number], out)
+    leases.ask_again(state, session, out)
+    hits.ask_again(state, session, out)
+
+
+def withdraw(state: State, session: Session, out: Effects) -> None:
+    """An attach that was waiting is given up: take its announcement back."""
+    for pool in [pool for pool in state.pools.values() if not pool.ready and session.id in pool.announced.values()]:
+        pool.announced = {rank: holder for rank, holder in pool.announced.items() if holder != session.id}
+        pool.planes = {rank: planes for rank, planes in pool.planes.items() if rank in pool.announced}
+        if not pool.announced:
+            del state.pools[pool.id]
+    if session.state is SessionState.WAITING:
+        session.state = SessionState.NEW
+    _drop_empty_incarnations(state, out)
+
+
+def detach(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
+    """``detach``: the client has drained its streams; ``unmapped`` says whether its mapping is gone too."""
+    unmapped = arg.flag(arguments, "unmapped", True)
+    if session.state is SessionState.DETACHED:
+        return {}
+    if session.incarnation is None:
+        raise UsageError("this connection is not attached", session=session.id)
+    session.state = SessionState.DETACHED
+    leases.writer_ended(state, session, True, out)
+    leases.owner_ended(state, session, out)
+    hits.holder_ended(state, session, out)
+    hits.worker_gone(state, session, out)
+    _leave_rank(state, session)
+    state.moved = True
+    if unmapped:
+        forget(state, session, "detached", now, out)
+    else:
+        out.writes.append(Put("session", session.id, session.record()))
+    return {}
+
+
+def died(state: State, session: Session, now: float, out: Effects) -> None:
+    """The process has ended, but a fork of it may still hold the mapping and its device's copies."""
+    if session.state in (SessionState.DEAD, SessionState.DETACHED) or session.incarnation is None:
+        return
+    session.state = SessionState.DEAD
+    leases.writer_ended(state, session, False, out)
+    leases.owner_ended(state, session, out)
+    hits.holder_ended(state, session, out)
+    state.moved = True
+
+
+def gone(state: State, session: Session, now: float, out: Effects) -> None:
+    """Nothing of the process is left: this is the evidence for all it could write or read."""
+    how = "detached" if session.state is SessionState.DETACHED else "died"
+    if session.incarnation is not None:
+        leases.writer_ended(state, session, True, out)
+        leases.owner_ended(state, session, out)
+        hits.holder_ended(state, session, out)
+        hits.worker_gone(state, session, out)
+        _leave_rank(state, session)
+    else:
+        withdraw(state, session, out)
+    forget(state, session, how, now, out)
+
+
+def forget(state: State, session: Session, how: str, now: float, out: Effects) -> None:
+    """Take a session, whose every trace is settled, out of the state."""
+    incarnation = state.incarnations.get(session.incarnation) if session.incarnation is not None else None
+    if incarnation is not None and session.pool is not None:
+        pool = state.pools[session.pool]
+        state.ended.append(
+            Ended(
+                session.id, session.peer.pid, incarnation.engine, session.role.value, session.rank, pool.name, how, now
+            )
+        )
+        incarnation.sessions.discard(session.id)
+        out.writes += [Delete("session", session.id), Delete("result", session.id)]
+        _drop_empty_incarnations(state, out)
+    del state.sessions[session.id]
+    state.survivors.discard(session.id)
+    state.waiters = [waiter for waiter in state.waiters if waiter.session != session.id]
+    out.forgotten.append(session.id)
+    state.moved = True
+
+
+def _leave_rank(state: State, session: Session) -> None:
+    if session.incarnation is not None and session.rank is not None:
+        incarnation = state.incarnations[session.incarnation]
+        if incarnation.ranks.get(session.rank) == session.id:
+            del incarnation.ranks[session.rank]
+
+
+def _drop_empty_incarnations(state: State, out: Effects) -> None:
+    forming = {pool.former for pool in state.pools.values() if not pool.ready}
+    used = {lease.incarnation for lease in state.leases.values()} | {hit.incarnation for hit in state.hits.values()}
+    for number, incarnation in list(state.incarnations.items()):
+        if incarnation.sessions or number in forming or number in used:
+            continue
+        del state.incarnations[number]
+        if state.current.get((incarnation.pool_name, incarnation.engine)) == number:
+            del state.current[incarnation.pool_name, incarnation.engine]
+        out.writes.append(Delete("incarnation", number))
+        for pool in state.pools.values():
+            if pool.holder == number:
+                pool.holder = None
+                out.writes.append(Put("pool", pool.id, pool.record()))

@@ -1,0 +1,65 @@
+"""sharedmirror: a node's pinned host tier for KV caches, kept by a daemon and shared by engines.
+
+``SharedHostMirror`` is the workers' side, ``connect`` the scheduler's. Nothing is imported before it is
+used, so a scheduler or a tool starts without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sharedmirror.adapter import DevicePool
+    from sharedmirror.control import Client, Evicted, Hit, connect
+    from sharedmirror.errors import SharedMirrorError
+    from sharedmirror.layout import PlaneSpec, PoolLayout
+    from sharedmirror.mirror import SharedHostMirror, flat_bytes_per_host_page
+    from sharedmirror.types import KeyState, Lease, Reservation, Sealed
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Client": "control",
+    "DevicePool": "adapter",
+    "Evicted": "control",
+    "Hit": "control",
+    "KeyState": "types",
+    "Lease": "types",
+    "PlaneSpec": "layout",
+    "PoolLayout": "layout",
+    "Reservation": "types",
+    "Sealed": "types",
+    "SharedHostMirror": "mirror",
+    "SharedMirrorError": "errors",
+    "connect": "control",
+    "flat_bytes_per_host_page": "mirror",
+}
+
+__all__ = [
+    "Client",
+    "DevicePool",
+    "Evicted",
+    "Hit",
+    "KeyState",
+    "Lease",
+    "PlaneSpec",
+    "PoolLayout",
+    "Reservation",
+    "Sealed",
+    "SharedHostMirror",
+    "SharedMirrorError",
+    "connect",
+    "flat_bytes_per_host_page",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'sharedmirror' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"sharedmirror.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,241 @@
+"""One rank's place in a pool: the channel, the mapped regions and their registration.
+
+What it keeps:
+
+- coming fails wholly: an error half way leaves nothing mapped, registered or attached;
+- leaving goes in one order: registrations, then mappings, then the word to the daemon;
+- the channel stays open while any memory of the arena is mapped here: its session is what tells the
+  daemon that the memory cannot be used for another pool yet.
+
+The caller has drained its copies before it leaves, or it abandons the attachment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from sharedmirror.channel import Channel
+from sharedmirror.copies.geometry import Placement
+from sharedmirror.errors import ClosedError, ForkedError, MemoryFault, ProtocolError, SharedMirrorError
+from sharedmirror.mapping import HostRegistration, RegionMapping, refuse_mps
+from sharedmirror.types import Role
+
+__all__ = ["Attachment", "ChannelLike", "Gate", "OpenChannel"]
+
+_log = logging.getLogger("sharedmirror")
+
+_ABANDONED: list[object] = []
+"""Attachments whose copies could not be drained: they live until the process dies, which is the proof."""
+
+
+class ChannelLike(Protocol):
+    """The part of ``Channel`` that a mirror uses."""
+
+    arena_fds: list[int]
+
+    def call(self, op: str, *, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+        """Send a request and return its answer."""
+        ...
+
+    def listen(self, then: Callable[[], float | None] | None = None) -> None:
+        """Start the thread that takes pushes; it runs ``then`` after each."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+OpenChannel = Callable[[str | None, Callable[[dict[str, Any]], None]], ChannelLike]
+"""Opens a channel, given the socket's path (None: the default) and what takes pushes."""
+
+
+def open_channel(socket: str | None, on_push: Callable[[dict[str, Any]], None]) -> ChannelLike:
+    """Connect to the daemon as a worker."""
+    return Channel.open(socket, role=Role.WORKER, on_push=on_push)
+
+
+class Attachment:
+    """Attached regions, ready for views: ``regions[i].bytes`` and ``placements[plane]``."""
+
+    def __init__(
+        self,
+        open_channel: OpenChannel,
+        socket: str | None,
+        on_push: Callable[[dict[str, Any]], None],
+        request: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        if device.type == "cuda":
+            refuse_mps()
+        self.channel = open_channel(socket, on_push)
+        self.regions: list[RegionMapping] = []
+        self.registrations: list[HostRegistration] = []
+        try:
+            reply = self.channel.call("attach", **request)
+        except BaseException:
+            self.channel.close()
+            raise
+        self._farewell = _Farewell(self.channel)
+        try:
+            self.pool, self.num_host_pages, self.placements = _read(reply)
+            for region in reply["regions"]:
+                extents = [(int(arena), int(offset), int(length)) for arena, offset, length in region["extents"]]
+                self.regions.append(RegionMapping(self.channel.arena_fds, extents, self._farewell.region_gone))
+                self._farewell.region_came()
+            if device.type == "cuda":
+                for mapped in self.regions:
+                    self.registrations.append(mapped.register(device))
+        except BaseException:
+            self.leave()
+            raise
+
+    @property
+    def host_edges(self) -> list[int]:
+        """Addresses that no single copy may cross: where one registration ends and the next begins."""
+        return [edge for registration in self.registrations for edge in registration.edges]
+
+    def leave(self) -> None:
+        """Unregister, unmap what nobody views any more, and detach; the caller has drained its copies.
+
+        Raises MemoryFault when the driver keeps a registration; that memory then stays mapped.
+        """
+        faults = [fault for fault in map(_unregister, self.registrations) if fault is not None]
+        self.registrations = []
+        for region in self.regions:
+            region.release()
+        self.regions = []
+        self._farewell.say()
+        if faults:
+            raise faults[0]
+
+    def abandon(self) -> None:
+        """Keep everything until the process dies: copies may still be under way."""
+        _ABANDONED.append(self)
+
+
+class _Farewell:
+    """Tells the daemon that the rank has left, and later that its last view is gone."""
+
+    def __init__(self, channel: ChannelLike) -> None:
+        self._channel = channel
+        # Reentrant: the end of a view may be noticed by the garbage collector, at any moment in any thread.
+        self._lock = threading.RLock()
+        self._mapped = 0
+        self._waiting = False
+
+    def region_came(self) -> None:
+        with self._lock:
+            self._mapped += 1
+
+    def region_gone(self) -> None:
+        with self._lock:
+            self._mapped -= 1
+            if self._mapped or not self._waiting:
+                return
+            self._waiting = False
+        try:
+            # Not in this thread: it may hold any lock, the channel's too.
+            threading.Thread(target=self._say_unmapped, name="sharedmirror-unmapped", daemon=True).start()
+        except RuntimeError:
+            _log.debug("event=unmapped_not_said reason=interpreter_exit")
+
+    def say(self) -> None:
+        unmapped = not self._mapped
+        try:
+            self._channel.call("detach", unmapped=unmapped)
+        except SharedMirrorError as error:
+            # Nothing is lost: the end of the process says the same.
+            _log.warning("event=detach_not_said reason=%r", error.message)
+        if unmapped:
+            self._channel.close()
+            return
+        with self._lock:
+            self._waiting = bool(self._mapped)
+        if not self._waiting:
+            self._say_unmapped()
+
+    def _say_unmapped(self) -> None:
+        try:
+            self._channel.call("unmapped")
+        except SharedMirrorError as error:
+            _log.warning("event=unmapped_not_said reason=%r", error.message)
+        self._channel.close()
+
+
+class Gate:
+    """Lets calls through until it is closed, and knows how many are inside.
+
+    Entering raises ForkedError in a forked child and ClosedError after ``close``.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._inside = 0
+        self.closed = False
+
+    def check(self) -> None:
+        """Raise what entering would raise."""
+        self.check_fork()
+        if self.closed:
+            raise ClosedError("this mirror is closed")
+
+    def check_fork(self) -> None:
+        """Raise ForkedError in a forked child."""
+        if os.getpid() != self._pid:
+            raise ForkedError("this mirror belongs to the parent process; open another one in the child", pid=self._pid)
+
+    def __enter__(self) -> None:
+        self.check()
+        with self._changed:
+            self.check()
+            self._inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Block until no call is inside."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inside == 0)
+
+    def close(self) -> bool:
+        """Let no more calls in and wait for those inside; return False when it was closed before."""
+        self.check_fork()
+        with self._changed:
+            if self.closed:
+                return False
+            self.closed = True
+        self.settle()
+        return True
+
+
+def _unregister(registration: HostRegistration) -> MemoryFault | None:
+    try:
+        registration.close()
+    except MemoryFault as fault:
+        return fault
+    return None
+
+
+def _read(reply: dict[str, Any]) -> tuple[int, int, list[Placement]]:
+    try:
+        placements = [Placement(int(region), int(base), int(stride)) for region, base, stride in reply["planes"]]
+        for region in reply["regions"]:
+            if sum(int(length) for _, _, length in region["extents"]) != int(region["bytes"]):
+                raise ProtocolError(f"the extents of region {region['id']} do not sum to its {region['bytes']} bytes")
+        return int(reply["pool"]), int(reply["num_host_pages"]), placements
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"the daemon's answer to attach makes no sense: {error!r}") from error

@@ -1,0 +1,461 @@
+"""The blocking control channel: one Unix socket, one request at a time, safe between threads.
+
+It passes this process's pidfd with hello and receives the session file and the arenas' descriptors.
+The session file stays open and mapped for the life of the channel: its lock tells the daemon that
+this process, or a fork of it, could still map the arena.
+
+When the daemon goes away the channel comes back to it: it reconnects with backoff, resumes its
+session and repeats the request under way with the same id, which the daemon answers once. Another
+instance of the daemon is no daemon to come back to: InstanceChanged, for good.
+
+Must not import torch or numpy: schedulers and the CLI start with this module.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sharedmirror import __version__, paths, wire
+from sharedmirror.errors import (
+    CallTimeout,
+    ClosedError,
+    DaemonUnavailable,
+    ForkedError,
+    InstanceChanged,
+    ProtocolError,
+    SharedMirrorError,
+)
+from sharedmirror.protocol import Answer, ClientProtocol, Greeting, Phase
+from sharedmirror.types import Role
+
+log = logging.getLogger("sharedmirror")
+
+_READ_BYTES = 1 << 20
+_WAIT_MARGIN_S = 5.0
+"""A call that asks the daemon to wait gives it this much longer to answer."""
+_TRY_S = 2.0
+_BACKOFF_FIRST_S, _BACKOFF_LAST_S = 0.01, 0.5
+
+Push = dict[str, Any]
+Held = Callable[[], tuple[list[int], list[int]]]
+"""Tells the ids of the leases and of the hits that a session took and still means to use."""
+
+
+class _Lost(DaemonUnavailable):
+    """The connection is lost; the session may be resumed."""
+
+
+class Channel:
+    """A connection to the daemon; see ``open``.
+
+    ``arena_fds`` and ``arena_bytes`` describe the arenas (workers and schedulers only); the channel
+    owns the descriptors. ``instance``, ``epoch`` and ``version`` tell who answers.
+    """
+
+    def __init__(self, path: str, role: Role, timeout_s: float, on_push: Callable[[Push], None] | None) -> None:
+        self.path = path
+        self.timeout_s = timeout_s
+        self.arena_fds: list[int] = []
+        self.late_answers: list[dict[str, Any]] = []
+        """Answers to calls that had timed out; whoever uses the channel decides what becomes of them."""
+        self.held: Held | None = None
+        self._role = role
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._protocol = ClientProtocol(role, __version__)
+        self._greeting: Greeting | None = None
+        self._on_push = on_push
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._void: InstanceChanged | None = None
+        self._late: set[int] = set()
+        self._session_file: mmap.mmap | None = None
+        self._session_fd = -1
+        self._listener: threading.Thread | None = None
+        self._wake: tuple[int, int] | None = None
+        self._answer = Answer(0)
+        self._then: Callable[[], float | None] | None = None
+        self._pushed = False
+
+    @classmethod
+    def open(
+        cls,
+        socket_path: str | None = None,
+        *,
+        role: Role,
+        timeout_s: float = 10.0,
+        on_push: Callable[[Push], None] | None = None,
+    ) -> Channel:
+        """Connect and shake hands.
+
+        ``socket_path`` defaults to the daemon's own default. ``on_push`` gets the daemon's own words,
+        in whichever thread reads them; it must not call the channel. Raises DaemonUnavailable when
+        nobody answers, VersionMismatch when the releases do not fit.
+        """
+        channel = cls(paths.check_socket_path(socket_path or paths.default_socket()), role, timeout_s, on_push)
+        try:
+            channel._connect(time.monotonic() + timeout_s)
+            channel._greet()
+        except BaseException:
+            channel._discard()
+            raise
+        return channel
+
+    # -- connecting ------------------------------------------------------------------------------
+
+    def _connect(self, deadline: float) -> None:
+        self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            self._sock.connect(self.path)
+        except OSError as error:
+            raise DaemonUnavailable(
+                f"no daemon answers on {self.path} ({error.strerror or error}); start one with "
+                f"`sharedmirrord --memory SIZE`, or set SHAREDMIRROR_SOCKET",
+                socket=self.path,
+            ) from None
+
+    def _greet(self) -> None:
+        fds = self._shake_hands(None, time.monotonic() + self.timeout_s)
+        greeting = self.greeting
+        if self._role is Role.OBSERVER:
+            return
+        if len(fds) != 1 + len(greeting.arenas):
+            _close_all(fds)
+            raise ProtocolError(f"the daemon passed {len(fds)} descriptors for {len(greeting.arenas)} arenas")
+        self._session_fd, self.arena_fds = fds[0], fds[1:]
+        # Read-only and never touched: only its existence counts.
+        self._session_file = mmap.mmap(self._session_fd, mmap.PAGESIZE, mmap.MAP_SHARED, mmap.PROT_READ)
+
+    def _shake_hands(self, resume: dict[str, Any] | None, deadline: float) -> list[int]:
+        hello = self._protocol.hello(resume)
+        pidfd = -1
+        rights = []
+        try:
+            if self._role is not Role.OBSERVER:
+                with contextlib.suppress(OSError, AttributeError):
+                    pidfd = os.pidfd_open(os.getpid())
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [pidfd]))]
+            self._send(hello, rights)
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
+        fds = self._read_until(0, deadline, expect_fds=True)
+        self._answer.result()
+        self._greeting = self._greeting or self._protocol.greeting
+        return fds
+
+    def _reconnect(self, deadline: float, retry: int | None) -> None:
+        """Come back to the daemon, trying until ``deadline``; ``retry`` is the request to be repeated.
+
+        Raises DaemonUnavailable, or InstanceChanged when what this session held is gone.
+        """
+        if self._role is Role.OBSERVER or self._greeting is None:
+            raise DaemonUnavailable(f"the connection to the daemon on {self.path} is lost; connect again")
+        pause_s = _BACKOFF_FIRST_S
+        while True:
+            try:
+                self._resume(retry)
+                return
+            except InstanceChanged as error:
+                self._void = error
+                raise
+            except (DaemonUnavailable, CallTimeout) as error:
+                self._protocol.end()
+                if time.monotonic() + pause_s >= deadline:
+                    raise DaemonUnavailable(f"the daemon on {self.path} is away: {error.message}") from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _BACKOFF_LAST_S)
+
+    def _resume(self, retry: int | None) -> None:
+        greeting = self.greeting
+        self._sock.close()
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._protocol = self._protocol.successor()
+        self._late.clear()
+        # One try has its own time: the deadline says how long tries go on, and may be now.
+        until = time.monotonic() + min(self.timeout_s, _TRY_S)
+        self._connect(until)
+        leases, hits = self.held() if self.held is not None else ([], [])
+        body = {
+            "instance": greeting.instance,
+            "session": greeting.session,
+            "token": greeting.token,
+            "leases": leases,
+            "hits": hits,
+            "retry": retry,
+        }
+        _close_all(self._shake_hands(body, until))
+        log.info("event=resumed session=%d socket=%s", greeting.session, self.path)
+
+    # -- who answers -----------------------------------------------------------------------------
+
+    @property
+    def greeting(self) -> Greeting:
+        """What the daemon said in its first hello."""
+        greeting = self._greeting or self._protocol.greeting
+        if greeting is None:
+            raise ProtocolError("the daemon has not said hello")
+        return greeting
+
+    @property
+    def instance(self) -> str:
+        """The daemon's instance, in hex."""
+        return self.greeting.instance.hex()
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's start count over its arena, as of now."""
+        return (self._protocol.greeting or self.greeting).epoch
+
+    @property
+    def version(self) -> str:
+        """The daemon's release."""
+        return self.greeting.version
+
+    @property
+    def session(self) -> int:
+        """The id of this connection's session."""
+        return self.greeting.session
+
+    @property
+    def arena_bytes(self) -> list[int]:
+        """Sizes of the arenas."""
+        return self.greeting.arenas
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def call(self, op: str, *, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+        """Send a request and return its answer.
+
+        ``timeout_s`` bounds the wait for the answer, a restart of the daemon included; by default the
+        channel's, and longer by what ``wait_s`` asks of the daemon. Raises the daemon's typed error,
+        CallTimeout, DaemonUnavailable while the daemon is away, InstanceChanged when another came.
+        After CallTimeout or DaemonUnavailable the request may have happened.
+        """
+        self.check_usable()
+        if timeout_s is None:
+            wait_s = arguments.get("wait_s") or 0
+            timeout_s = self.timeout_s + (wait_s + _WAIT_MARGIN_S if wait_s else 0)
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            raise CallTimeout(f"another call kept the channel for {timeout_s:g} s")
+        try:
+            self.check_usable()
+            return self._exchange(op, arguments, deadline)
+        finally:
+            if self._pushed and self._wake is not None and threading.current_thread() is not self._listener:
+                os.write(self._wake[1], b"p")
+            self._lock.release()
+
+    def _exchange(self, op: str, arguments: dict[str, Any], deadline: float) -> dict[str, Any]:
+        number: int | None = None
+        while True:
+            try:
+                if self._protocol.phase is Phase.CLOSED:
+                    self._reconnect(deadline, number)
+                for late in sorted(self._late):  # answers come in order
+                    self._read_until(late, deadline)
+                number, data = self._protocol.request(op, arguments, number)
+                self._send(data, [])
+                self._read_until(number, deadline)
+                return self._answer.result()
+            except _Lost:
+                if self._role is Role.OBSERVER or time.monotonic() >= deadline:
+                    raise
+
+    def _send(self, data: bytes, rights: list[tuple[int, int, Any]]) -> None:
+        try:
+            sent = self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            if sent < len(data):
+                self._sock.sendall(data[sent:])
+        except TimeoutError:
+            self._protocol.end()
+            raise CallTimeout(f"the daemon on {self.path} takes no requests") from None
+        except OSError as error:
+            self._protocol.end()
+            raise _Lost(f"the connection to the daemon on {self.path} is lost: {error.strerror}") from None
+
+    def _read_until(self, number: int, deadline: float, *, expect_fds: bool = False) -> list[int]:
+        """Read until the answer to ``number`` has come, into ``self._answer``; returns descriptors."""
+        fds: list[int] = []
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._late.add(number)
+                raise CallTimeout(f"the daemon on {self.path} has not answered in time")
+            self._sock.settimeout(left)
+            try:
+                if expect_fds:
+                    data, received = _receive(self._sock)
+                    fds += received
+                else:
+                    data = self._sock.recv(_READ_BYTES)
+            except TimeoutError:
+                continue
+            except OSError as error:
+                self._protocol.end()
+                raise _Lost(f"the connection to the daemon on {self.path} is lost: {error.strerror}") from None
+            if not data:
+                self._protocol.end()
+                raise _Lost(f"the daemon on {self.path} has closed the connection")
+            if self._take(data, number):
+                return fds
+
+    def _take(self, data: bytes, number: int | None) -> bool:
+        """Hand out what came in; True when the answer to ``number`` was among it."""
+        found = False
+        try:
+            events = self._protocol.receive(data)
+        except ProtocolError:
+            self._protocol.end()
+            raise
+        for event in events:
+            if isinstance(event, Answer):
+                if event.id in self._late:
+                    self._late.discard(event.id)
+                    self.late_answers.append(event.body)
+                if event.id == number:
+                    self._answer, found = event, True
+            elif self._on_push is not None:
+                self._on_push(event)
+                self._pushed = True
+        return found
+
+    # -- the listener ----------------------------------------------------------------------------
+
+    def listen(self, then: Callable[[], float | None] | None = None) -> None:
+        """Start a thread that takes the daemon's words, and comes back to it, while no call is under way.
+
+        ``then`` runs in that thread after ``on_push`` was given something, by whichever thread; it may
+        call the channel, and returns after how many seconds it wants to run again, or None.
+        """
+        self.check_usable()
+        if self._listener is None:
+            self._then = then
+            self._wake = os.pipe2(os.O_CLOEXEC)
+            self._listener = threading.Thread(target=self._listen, name="sharedmirror-listener", daemon=True)
+            self._listener.start()
+
+    def _listen(self) -> None:
+        again_s: float | None = None
+        pause_s = _BACKOFF_FIRST_S
+        while self._wait(pause_s if self._protocol.phase is Phase.CLOSED else again_s):
+            with self._lock:
+                if self._closed or self._void is not None:
+                    return
+                try:
+                    if self._protocol.phase is Phase.CLOSED:
+                        self._reconnect(time.monotonic(), None)
+                    pause_s = _BACKOFF_FIRST_S
+                    self._take_waiting()
+                except SharedMirrorError as error:
+                    log.debug("event=away error=%r", error.message)
+                    pause_s = min(2 * pause_s, _BACKOFF_LAST_S)
+                    continue
+                pushed, self._pushed = self._pushed, False
+            if self._then is not None and (pushed or again_s is not None):
+                try:
+                    again_s = self._then()
+                except SharedMirrorError as error:
+                    log.warning("event=answer_failed error=%r", error.message)
+                    again_s = 1.0
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        """Wait for something to do; False when the channel closes."""
+        if self._wake is None or self._closed:
+            return False
+        poll = select.poll()
+        poll.register(self._wake[0], select.POLLIN)
+        if self._protocol.phase is not Phase.CLOSED:
+            # Without pushes to take, answers are no reason to wake up: only the end of the connection is.
+            poll.register(self._sock.fileno(), select.POLLIN if self._on_push else select.POLLRDHUP)
+        ready = {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
+        if self._wake[0] in ready:
+            os.read(self._wake[0], 4096)
+        return not self._closed
+
+    def _take_waiting(self) -> None:
+        """Take what has arrived, without waiting. A call that is under way reads its own answer."""
+        if self._protocol.phase is Phase.CLOSED:
+            return
+        try:
+            self._sock.settimeout(0)
+            data = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._take(data, None)
+        else:
+            self._protocol.end()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise ForkedError in a forked child, ClosedError after close, InstanceChanged after that."""
+        if os.getpid() != self._pid:
+            raise ForkedError("this connection belongs to the parent process; open another one", pid=self._pid)
+        if self._closed:
+            raise ClosedError("this connection is closed")
+        if self._void is not None:
+            raise InstanceChanged(self._void.message, **self._void.ids)
+
+    def close(self) -> None:
+        """Close the socket and the descriptors; may be called again.
+
+        The session file's mapping goes too: say ``detach`` first, or keep the channel while memory of
+        the arena is mapped.
+        """
+        if os.getpid() != self._pid:
+            return  # the descriptors in a forked child are the parent's evidence too; leave them
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._wake is not None:
+                os.write(self._wake[1], b"x")
+        if self._listener is not None and self._listener is not threading.current_thread():
+            self._listener.join()
+        self._discard()
+
+    def _discard(self) -> None:
+        self._closed = True
+        self._sock.close()
+        _close_all([*self.arena_fds, *(self._wake or ()), self._session_fd])
+        self.arena_fds, self._wake, self._session_fd = [], None, -1
+        if self._session_file is not None:
+            self._session_file.close()
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    space = socket.CMSG_SPACE(4 * wire.MAX_FDS)
+    data, ancillary, _flags, _address = sock.recvmsg(_READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return data, list(fds)
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)

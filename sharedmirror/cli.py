@@ -1,0 +1,139 @@
+"""The ``sharedmirror`` command: ``status`` and ``demo``.
+
+``status`` answers within 0.3 s, so nothing here imports torch or numpy, and rich only when it draws.
+
+``sharedmirror status --json`` prints the daemon's status map as it came, one line. Fields of schema 1 (sizes in
+bytes, times in seconds; later releases add fields and take none away under the same number):
+
+- ``schema``: 1.
+- ``daemon``: ``version``, ``pid``, ``instance`` (a new one with each new arena), ``epoch`` (starts over one arena),
+  ``uptime_s``, ``socket``, ``state`` ("prefaulting", "ready", "stopping"), ``pin`` ("mlock", "cuda", "none"),
+  ``pinned_bytes``, ``huge_page_share`` (0 to 1), ``keep`` (whether the arena stays on exit), ``rss_bytes``.
+- ``arena``: ``bytes_total``, ``bytes_ready`` (prefaulted), ``bytes_allocated`` (in pools), ``bytes_free``.
+- ``pools``, each: ``id``, ``name``, ``tag``, ``number`` (raised by ``clear``), ``kind`` ("static", "leased"),
+  ``layout`` ("slab", "page"), ``page_size``, ``frames_per_page``, ``world_size``, ``num_host_pages``,
+  ``bytes_per_host_page`` (over all ranks), ``state`` ("forming", "ready"), ``ranks_attached`` (engine to its ranks),
+  ``pages`` (counts: ``reserved``, ``free``, ``leased``, ``sealed``, ``pinned`` (of the sealed), ``quarantined``),
+  ``hits``, ``misses``, ``evictions``.
+- ``sessions``, each: ``id``, ``pid``, ``uid``, ``engine``, ``role`` ("worker", "scheduler", "observer"), ``rank``,
+  ``pool``, ``state`` ("attached", "waiting", "lost", "dead", "detached"), ``age_s``, ``missing`` (evidence of its
+  death that is missing: "process", "socket", "lock"), ``holders`` (pids that may hold its memory), ``pins``,
+  ``leases`` (each: ``id``, ``pages``, ``age_s``, ``missing_ranks``, ``revoked``).
+- ``ended``, the last 100 sessions, each: ``id``, ``pid``, ``engine``, ``role``, ``rank``, ``pool``, ``how``, ``ago_s``.
+- ``quarantine``, each: ``pool``, ``lease``, ``pages`` (a count), ``session``, ``pid``, ``missing``, ``holders``.
+- ``alarms``, each: ``code``, ``message``.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from sharedmirror import __version__
+from sharedmirror.channel import Channel
+from sharedmirror.errors import DaemonUnavailable, SharedMirrorError
+from sharedmirror.types import Role
+
+EXIT_FAILED = 1
+EXIT_NO_DAEMON = 3
+WATCH_INTERVAL_S = 1.0
+
+
+class Device(str, enum.Enum):
+    """Where the demo's engines run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Share a node's pinned host KV cache: see what the daemon holds, watch it outlive an engine."""
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status map, one JSON object a line.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew each second until Ctrl-C.")] = False,
+    socket: Annotated[str | None, typer.Option(help="The daemon's socket, if not the default one.")] = None,
+) -> None:
+    """Show the daemon, its pools, sessions, quarantine and alarms. Exit code 3 if no daemon answers."""
+    try:
+        with Channel.open(socket, role=Role.OBSERVER) as channel:
+            _show(channel, as_json=as_json, watch=watch)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    except SharedMirrorError as error:
+        typer.echo(f"sharedmirror: {' '.join(error.message.split())}", err=True)
+        raise typer.Exit(EXIT_NO_DAEMON if isinstance(error, DaemonUnavailable) else EXIT_FAILED) from error
+
+
+def _show(channel: Channel, *, as_json: bool, watch: bool) -> None:
+    if as_json:
+        _print_json(_status(channel))
+        while watch:
+            time.sleep(WATCH_INTERVAL_S)
+            _print_json(_status(channel))
+        return
+
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    from sharedmirror.status_view import render
+
+    console = Console()
+    if not watch:
+        console.print(*render(_status(channel)), sep="\n")
+        return
+    with Live(Group(*render(_status(channel))), console=console, screen=console.is_terminal) as live:
+        while True:
+            time.sleep(WATCH_INTERVAL_S)
+            live.update(Group(*render(_status(channel))), refresh=True)
+
+
+def _status(channel: Channel) -> dict[str, Any]:
+    status: dict[str, Any] = channel.call("status")["status"]
+    return status
+
+
+def _print_json(status: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(status) + "\n")
+    sys.stdout.flush()
+
+
+@app.command()
+def demo(
+    device: Annotated[
+        Device, typer.Option(help="Where the engines run; auto takes the GPU if there is one.")
+    ] = Device.AUTO,
+) -> None:
+    """Kill an engine and watch its cache live on. Exit code 0 only if every check held."""
+    from rich.console import Console
+
+    from sharedmirror.demo.run import run
+
+    raise typer.Exit(run(Console(), device=device.value))
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,285 @@
+"""The control side: lease, reserve, seal, look up, release. What a scheduler needs, without torch.
+
+Every call is one round trip for any number of pages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sharedmirror.channel import Channel
+from sharedmirror.errors import ClosedError, KeyInputError, PageError
+from sharedmirror.types import (
+    MAX_KEY_BYTES,
+    Generation,
+    HitId,
+    KeyState,
+    Lease,
+    LeaseId,
+    PageId,
+    PoolId,
+    Reservation,
+    Role,
+    Sealed,
+)
+
+_GOODBYE_S = 2.0
+_PRUNE_AT = 1024
+_STATES = {"h": KeyState.HIT, "p": KeyState.PENDING, "m": KeyState.MISS}
+
+
+@dataclass
+class Hit:
+    """What a lookup found and pinned.
+
+    ``pages`` are host pages in the order of the keys: in mode "prefix" those of the longest readable
+    prefix, in mode "each" one a key, -1 where there is none. ``states`` tells hit, pending or miss for
+    each key (in mode "prefix", keys behind the first that is not readable count as pending or miss).
+
+    The pages stay until ``release``, or the end of a ``with``, and the loads under way are complete. A
+    hit may be pickled to the workers; a copy cannot release.
+    """
+
+    id: HitId
+    pool: PoolId
+    pages: tuple[PageId, ...]
+    states: tuple[KeyState, ...]
+    _client: Client | None = field(default=None, repr=False, compare=False)
+
+    def release(self) -> None:
+        """Let the pages go, in effect once all loads are complete; may be called again."""
+        client, self._client = self._client, None
+        if client is not None and self.id:
+            client._release([self.id])
+
+    def __len__(self) -> int:
+        return sum(state is KeyState.HIT for state in self.states)
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._client is not None and self._client.closed:
+            return  # the daemon released it when the client closed
+        try:
+            self.release()
+        except Exception:
+            if kind is None:
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_client": None}
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """What ``evict`` did: keys that are gone, and keys that stay because their pages are pinned."""
+
+    evicted: tuple[bytes, ...]
+    pinned: tuple[bytes, ...]
+
+
+def connect(
+    socket: str | None = None,
+    name: str = "default",
+    engine: str = "0",
+    *,
+    launch: str | None = None,
+    timeout_s: float = 10.0,
+    wait_s: float = 30.0,
+) -> Client:
+    """Connect to the pool ``name`` as the scheduler of ``engine``.
+
+    ``launch`` tells this start of the engine from an earlier one; it defaults to
+    ``$SHAREDMIRROR_LAUNCH_ID``. ``timeout_s`` bounds each call; ``wait_s`` bounds the wait for the
+    engine's workers to create the pool. Raises DaemonUnavailable, PoolNotFound, PoolMismatch (several
+    pools of this name), WrongPoolKind (a static pool) or EngineBusy.
+    """
+    channel = Channel.open(socket, role=Role.SCHEDULER, timeout_s=timeout_s)
+    try:
+        body = channel.call(
+            "attach", pool=name, engine=engine, launch=launch or os.environ.get("SHAREDMIRROR_LAUNCH_ID"), wait_s=wait_s
+        )
+    except BaseException:
+        channel.close()
+        raise
+    return Client(channel, PoolId(body["pool"]), int(body["num_host_pages"]))
+
+
+class Client:
+    """The control calls of one pool. Made by ``connect``; a context manager.
+
+    All calls raise DaemonUnavailable (retryable) when the daemon is away, ClosedError after ``close``
+    and ForkedError in a forked child.
+    """
+
+    def __init__(self, channel: Channel, pool: PoolId, num_host_pages: int) -> None:
+        self.pool = pool
+        self.num_host_pages = num_host_pages
+        self._channel = channel
+        self._closed = False
+        self._leases: set[int] = set()
+        self._hits: set[int] = set()
+        channel.held = lambda: (sorted(self._leases), sorted(self._hits))
+        channel.listen()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
+        self._channel.check_usable()
+        if self._closed:
+            raise ClosedError("this client is closed")
+        while self._channel.late_answers:
+            self._give_back(self._channel.late_answers.pop())
+        return self._channel.call(op, **arguments)
+
+    def _give_back(self, body: dict[str, Any]) -> None:
+        """Nobody got the answer to a call that timed out: what it took is given up."""
+        if body.get("lease"):
+            self._channel.call("abort", lease=body["lease"], pages=None)
+        if body.get("hit"):
+            self._channel.call("release", hits=[body["hit"]])
+
+    def lease(self, n: int, *, wait_s: float = 0) -> Lease:
+        """Lease ``n`` pages for writing by all ranks of the engine: all of them or none.
+
+        Evicts what is least recently used. Raises NoPages, after waiting up to ``wait_s`` seconds;
+        RanksMissing while not all ranks are attached; UsageError for fewer than 1 or more than the pool
+        leases.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 1 << 62:
+            raise PageError(f"a lease is of a positive number of pages, not {n!r}")
+        return self._lease(self._call("lease", n=n, wait_s=wait_s), None)
+
+    def _lease(self, body: dict[str, Any], keys: tuple[bytes, ...] | None) -> Lease:
+        pages: tuple[PageId, ...] = tuple(body["pages"])
+        generations: tuple[Generation, ...] = tuple(body["generations"])
+        self._leases.add(body["lease"])
+        if len(self._leases) > _PRUNE_AT:
+            self._leases = {number for number in self._leases if number >= body["lease_floor"]}
+        return Lease(LeaseId(body["lease"]), self.pool, pages, generations, keys)
+
+    def reserve(self, keys: Sequence[bytes], parent: bytes | None = None, *, wait_s: float = 0) -> Reservation:
+        """Lease pages for those of ``keys`` that are neither readable nor being written.
+
+        ``keys`` are in prefix order; ``parent`` is the key before the first. The pages become readable
+        with the last rank's commit. Raises as ``lease``, and KeyInputError.
+        """
+        body = self._call("reserve", keys=_keys(keys), parent=parent, wait_s=wait_s)
+        wanted = tuple(body["keys"])
+        lease = self._lease(body, wanted) if wanted else None
+        granted = dict(zip(wanted, lease.pages, strict=True)) if lease else {}
+        return Reservation(lease, granted, tuple(body["present"]), tuple(body["pending"]), tuple(body["evicted"]))
+
+    def seal(
+        self, lease: Lease, keys: Sequence[bytes], *, pages: Sequence[int] | None = None, parent: bytes | None = None
+    ) -> Sealed:
+        """Give ``keys``, in prefix order, to the lease's pages (or to ``pages`` of it).
+
+        A page becomes readable at once if every rank has committed it, otherwise with the last commit.
+        Raises KeyInputError for too few or bad keys, StaleLease for a page that is over or has a key,
+        Cleared for a lease from before ``clear``.
+        """
+        named = None if pages is None else [int(page) for page in pages]
+        body = self._call("seal", lease=lease.id, keys=_keys(keys), pages=named, parent=parent)
+        return sealed_from(body)
+
+    def lookup(self, keys: Sequence[bytes], mode: Literal["prefix", "each"] = "prefix") -> Hit:
+        """Find readable pages and pin them: the longest prefix, or each key by itself."""
+        body = self._call("lookup", keys=_keys(keys), mode=mode)
+        pages: tuple[PageId, ...] = tuple(body["pages"])
+        if body["hit"]:
+            self._hits.add(body["hit"])
+        return Hit(HitId(body["hit"]), self.pool, pages, _states(body), self)
+
+    def contains(self, keys: Sequence[bytes]) -> tuple[KeyState, ...]:
+        """Return the state of each key; pins nothing."""
+        return _states(self._call("contains", keys=_keys(keys)))
+
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """Mark readable keys, and the prefixes they hang on, as used now; returns how many were found."""
+        return int(self._call("touch", keys=_keys(keys))["touched"])
+
+    def abort(self, lease: Lease, pages: Sequence[int] | None = None) -> None:
+        """Give a lease, or some of its pages, up. They are freed once every rank has drained."""
+        self._call("abort", lease=lease.id, pages=None if pages is None else [int(page) for page in pages])
+
+    def release(self, hits: Iterable[Hit]) -> None:
+        """Release several hits in one round trip."""
+        mine = [hit for hit in hits if hit._client is not None]
+        for hit in mine:
+            hit._client = None
+        self._release([hit.id for hit in mine if hit.id])
+
+    def _release(self, hits: list[HitId]) -> None:
+        self._call("release", hits=hits)
+        self._hits.difference_update(hits)
+
+    def evict(self, keys: Sequence[bytes]) -> Evicted:
+        """Forget keys, whatever hangs on them; pinned pages stay and are named."""
+        body = self._call("evict", keys=_keys(keys))
+        return Evicted(tuple(body["evicted"]), tuple(body["pinned"]))
+
+    def clear(self) -> int:
+        """Forget all keys of the pool at once, as after a change of weights; returns the pages freed.
+
+        Pinned pages stay readable for those who hold them. Leases from before cannot be sealed.
+        """
+        return int(self._call("clear")["freed"])
+
+    def status(self) -> dict[str, Any]:
+        """Return the daemon's status map; `sharedmirror status --json` prints the same."""
+        status: dict[str, Any] = self._call("status")["status"]
+        return status
+
+    def close(self) -> None:
+        """Detach and disconnect; leases still open are aborted, hits released. May be called again."""
+        if self._closed:
+            return
+        try:
+            self._channel.check_usable()
+            self._closed = True
+            self._channel.call("detach", timeout_s=min(_GOODBYE_S, self._channel.timeout_s), unmapped=True)
+        except Exception:  # the daemon learns the same from the end of the socket and the process
+            self._closed = True
+        finally:
+            self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _keys(keys: Sequence[bytes]) -> list[bytes]:
+    if isinstance(keys, (bytes, str)):
+        raise KeyInputError("keys must be a sequence of bytes, not one of them")
+    listed = list(keys)
+    # The quick test first: calls carry hundreds of keys, nearly always good ones.
+    if all(type(key) is bytes and 0 < len(key) <= MAX_KEY_BYTES for key in listed):
+        return listed
+    for position, key in enumerate(listed):
+        if not isinstance(key, bytes) or not 0 < len(key) <= MAX_KEY_BYTES:
+            what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise KeyInputError(
+                f"the key at position {position} must be 1 to {MAX_KEY_BYTES} bytes, not {what}", position=position
+            )
+    return listed
+
+
+def _states(body: dict[str, Any]) -> tuple[KeyState, ...]:
+    states: str = body["states"]
+    hits = len(states) - len(states.lstrip("h"))
+    return (KeyState.HIT,) * hits + tuple(map(_STATES.__getitem__, states[hits:]))
+
+
+def sealed_from(body: dict[str, Any]) -> Sealed:
+    """Return the answer to ``seal`` or ``commit``."""
+    return Sealed(tuple(body["sealed"]), tuple(body["pending"]), dict(body["duplicates"]))

@@ -1,0 +1,221 @@
+"""The CUDA driver calls of the staged engine, through ctypes on ``libcuda``.
+
+A call costs about a microsecond here, where torch's costs five and more, and a transfer makes hundreds.
+Arguments that differ from call to call are prepared as numpy tables, and calls get addresses into them.
+
+Every method that enqueues work wants the device's context current (``with driver:``) and raises CopyError
+when the driver refuses. The interpreter lock is let go during each call: a full queue blocks the caller,
+and whoever must start the work that empties it may be another thread of this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sharedmirror.copies.pairs import Ids
+from sharedmirror.errors import CopyError
+
+__all__ = ["BATCH_COPIES", "Driver", "Kernel", "row_copies"]
+
+BATCH_COPIES = 1024
+"""Most copies in one batch call: very long batches have crashed some drivers."""
+
+_P, _I, _U, _N = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+_NON_BLOCKING = 1
+_DISABLE_TIMING = 2
+_HOST_POINTER_USABLE = 91
+_UNIFIED = 4
+_SOURCE_ORDER_STREAM = 1
+_PREFER_OVERLAP = 1
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (_U,),
+    "cuGetErrorString": (_I, _P),
+    "cuDeviceGet": (_P, _I),
+    "cuDeviceGetAttribute": (_P, _I, _I),
+    "cuDevicePrimaryCtxRetain": (_P, _I),
+    "cuDevicePrimaryCtxRelease_v2": (_I,),
+    "cuCtxPushCurrent_v2": (_P,),
+    "cuCtxPopCurrent_v2": (_P,),
+    "cuModuleLoadData": (_P, _P),
+    "cuModuleUnload": (_P,),
+    "cuModuleGetFunction": (_P, _P, ctypes.c_char_p),
+    "cuLaunchKernel": (_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P),
+    "cuStreamCreateWithPriority": (_P, _U, _I),
+    "cuStreamDestroy_v2": (_P,),
+    "cuStreamSynchronize": (_P,),
+    "cuStreamWaitEvent": (_P, _P, _U),
+    "cuEventCreate": (_P, _U),
+    "cuEventRecord": (_P, _P),
+    "cuEventDestroy_v2": (_P,),
+    "cuMemcpyAsync": (_P, _P, _N, _P),
+    "cuMemcpy2DAsync_v2": (_P, _P),
+}
+_BATCH_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    # Driver 13 dropped the address at which 12.8 and later report the copy that failed.
+    "cuMemcpyBatchAsync_v2": (_P, _P, _P, _N, _P, _P, _N, _P),
+    "cuMemcpyBatchAsync": (_P, _P, _P, _N, _P, _P, _N, _P, _P),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel and the shape of its blocks."""
+
+    function: int
+    threads: int
+    shared_bytes: int
+
+
+class Driver:
+    """The driver for one device; ``with driver:`` makes its primary context current in this thread."""
+
+    def __init__(self, device: int) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        self._calls = {name: _bind(library, name, types) for name, types in _SIGNATURES.items()}
+        self._batch_name = next((name for name in _BATCH_SIGNATURES if hasattr(library, name)), None)
+        if self._batch_name is not None:
+            self._batch = _bind(library, self._batch_name, _BATCH_SIGNATURES[self._batch_name])
+        self._attributes = np.array([_SOURCE_ORDER_STREAM, 0, 0, 0, 0, _PREFER_OVERLAP], np.int32)
+        self._attribute_of = np.zeros(1, np.uint64)
+        self._failed_at = ctypes.c_size_t()
+        self._modules: list[int] = []
+        self._call("cuInit", 0)
+        self.device = self._made("cuDeviceGet", device, kind=ctypes.c_int)
+        self._context = self._made("cuDevicePrimaryCtxRetain", self.device)
+        self._launch, self._copy, self._copy_rows, self._wait, self._record = (
+            self._calls[name]
+            for name in ("cuLaunchKernel", "cuMemcpyAsync", "cuMemcpy2DAsync_v2", "cuStreamWaitEvent", "cuEventRecord")
+        )
+
+    def __enter__(self) -> Driver:
+        self._call("cuCtxPushCurrent_v2", self._context)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._calls["cuCtxPopCurrent_v2"](ctypes.byref(ctypes.c_void_p()))
+
+    @property
+    def reads_registered_memory(self) -> bool:
+        """Whether kernels may use the host's own addresses of registered memory."""
+        flag = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(flag), _HOST_POINTER_USABLE, self.device)
+        return bool(flag.value)
+
+    def load_kernel(self, image: bytes, name: str, *, threads: int, shared_bytes: int) -> Kernel:
+        """Load a compiled kernel; it stays until ``close``."""
+        module = self._made("cuModuleLoadData", image)
+        self._modules.append(module)
+        return Kernel(self._made("cuModuleGetFunction", module, name.encode()), threads, shared_bytes)
+
+    def launch(self, kernel: Kernel, blocks: int, arguments: int, stream: int) -> None:
+        """Enqueue a kernel; ``arguments`` is the address of the addresses of its arguments."""
+        code = self._launch(
+            kernel.function, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, arguments, None
+        )
+        if code:
+            self._refuse("cuLaunchKernel", code)
+
+    def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """Enqueue one copy."""
+        code = self._copy(target, source, size_bytes, stream)
+        if code:
+            self._refuse("cuMemcpyAsync", code)
+
+    def copy_batch(self, targets: Ids, sources: Ids, sizes_bytes: Ids, first: int, last: int, stream: int) -> None:
+        """Enqueue copies ``first`` to ``last`` of the tables, in as few calls as the driver allows."""
+        if last - first == 1 or self._batch_name is None:
+            for at in range(first, last):
+                self.copy(int(targets[at]), int(sources[at]), int(sizes_bytes[at]), stream)
+            return
+        starts = (targets.ctypes.data, sources.ctypes.data, sizes_bytes.ctypes.data)
+        fail = (ctypes.addressof(self._failed_at),) if self._batch_name == "cuMemcpyBatchAsync" else ()
+        attributes = (self._attributes.ctypes.data, self._attribute_of.ctypes.data, 1)
+        for low in range(first, last, BATCH_COPIES):
+            count = min(BATCH_COPIES, last - low)
+            code = self._batch(*(start + 8 * low for start in starts), count, *attributes, *fail, stream)
+            if code:
+                self._refuse(self._batch_name, code)
+
+    def copy_rows(self, description: int, stream: int) -> None:
+        """Enqueue a 2D copy; ``description`` is the address of a row of ``row_copies``."""
+        code = self._copy_rows(description, stream)
+        if code:
+            self._refuse("cuMemcpy2DAsync", code)
+
+    def create_stream(self, priority: int = 0) -> int:
+        """Return a new stream that does not wait for the legacy null stream."""
+        return self._made("cuStreamCreateWithPriority", _NON_BLOCKING, priority)
+
+    def create_event(self) -> int:
+        """Return a new event without timing."""
+        return self._made("cuEventCreate", _DISABLE_TIMING)
+
+    def record(self, event: int, stream: int) -> None:
+        """Record the event; whoever waited for it before waits for what it was then."""
+        code = self._record(event, stream)
+        if code:
+            self._refuse("cuEventRecord", code)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Make later work on the stream wait for the event as it is now."""
+        code = self._wait(stream, event, 0)
+        if code:
+            self._refuse("cuStreamWaitEvent", code)
+
+    def synchronize(self, stream: int) -> None:
+        """Block until the stream is empty."""
+        self._call("cuStreamSynchronize", stream)
+
+    def destroy(self, streams: list[int], events: list[int]) -> None:
+        """Destroy streams and events."""
+        for stream in streams:
+            self._call("cuStreamDestroy_v2", stream)
+        for event in events:
+            self._call("cuEventDestroy_v2", event)
+
+    def close(self) -> None:
+        """Unload the kernels and let go of the context."""
+        with self:
+            while self._modules:
+                self._call("cuModuleUnload", self._modules.pop())
+        self._call("cuDevicePrimaryCtxRelease_v2", self.device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = self._calls[name](*arguments)
+        if code:
+            self._refuse(name, code)
+
+    def _made(self, name: str, *arguments: Any, kind: Any = ctypes.c_void_p) -> int:
+        """Call a function that writes what it made through its first argument."""
+        made = kind()
+        self._call(name, ctypes.byref(made), *arguments)
+        return int(made.value or 0)
+
+    def _refuse(self, name: str, code: int) -> None:
+        text = ctypes.c_char_p()
+        self._calls["cuGetErrorString"](code, ctypes.byref(text))
+        what = text.value.decode() if text.value else "unknown error"
+        raise CopyError(f"{name} failed with {code}: {what}", cuda=code)
+
+
+def row_copies(targets: Ids, sources: Ids, target_pitches: Ids, source_pitches: Ids, widths: Ids, rows: Ids) -> Ids:
+    """Return descriptions of 2D copies (CUDA_MEMCPY2D), one per row of the result."""
+    table = np.zeros((len(targets), 16), np.int64)
+    table[:, 2] = table[:, 9] = _UNIFIED
+    table[:, 4], table[:, 6] = sources, source_pitches
+    table[:, 11], table[:, 13] = targets, target_pitches
+    table[:, 14], table[:, 15] = widths, rows
+    return table
+
+
+def _bind(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+    function = getattr(library, name)
+    function.argtypes, function.restype = types, ctypes.c_int
+    bound: Callable[..., int] = function
+    return bound

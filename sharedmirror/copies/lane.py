@@ -1,0 +1,129 @@
+"""One direction of the staged engine: its streams, its staging slots, its room for page ids.
+
+Each slot has a stream of its own, on which the kernel and the copies of a chunk follow one another. So
+the order within a slot needs no events, and while one slot's chunk is on the link another's is gathered
+or scattered. A further stream joins the slots where somebody waits for them.
+
+Kept here: whatever a kernel or a copy under way reads or writes stays as it is until an event says that
+the call is complete; nothing waits for the device, unless the room for page ids is used up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+
+from sharedmirror.copies.driver import Driver
+from sharedmirror.copies.pairs import Ids
+
+__all__ = ["ID_ROOM", "IdRing", "Lane"]
+
+ID_ROOM = 1 << 19
+"""Page ids of the calls under way: 4 MiB pinned and on the device; 2,000 calls of 256 pages."""
+
+
+class IdRing:
+    """Pinned room for page ids and as much on the device, handed out in a circle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = torch.empty(ID_ROOM, dtype=torch.int64, pin_memory=True)
+        self._on_device = torch.empty(ID_ROOM, dtype=torch.int64, device=device)
+        self._ids = self._pinned.numpy()
+        self._next = self._used = self._room = 0
+        self._under_way: deque[tuple[torch.cuda.Event, int]] = deque()
+
+    def put(self, *columns: Ids) -> tuple[int, int]:
+        """Write ids one column after the other; return the host's and the device's address of the first.
+
+        At most ID_ROOM // 2 ids. Whoever does not call ``taken`` lets the room go.
+        """
+        count = sum(map(len, columns))
+        skipped = ID_ROOM - self._next if self._next + count > ID_ROOM else 0
+        while self._under_way and (self._used + skipped + count > ID_ROOM or self._under_way[0][0].query()):
+            event, room = self._under_way.popleft()
+            event.synchronize()
+            self._used -= room
+        start = (self._next + skipped) % ID_ROOM
+        at = start
+        for column in columns:
+            self._ids[at : at + len(column)] = column
+            at += len(column)
+        self._next, self._room = at, skipped + count
+        return self._pinned.data_ptr() + 8 * start, self._on_device.data_ptr() + 8 * start
+
+    def taken(self, event: torch.cuda.Event) -> None:
+        """Keep what was put last until ``event``."""
+        self._under_way.append((event, self._room))
+        self._used += self._room
+        self._room = 0
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the device's memory from others, once the ring is dropped, until the stream is through."""
+        self._on_device.record_stream(stream)
+
+    def events(self) -> list[torch.cuda.Event]:
+        """Return the events of all calls that may be under way."""
+        return [event for event, _ in self._under_way]
+
+
+class Lane:
+    """Streams, slots and ids of one direction. Its methods are called with its lock held."""
+
+    def __init__(self, driver: Driver, device: torch.device, slots: int, slot_bytes: int) -> None:
+        self.lock = threading.Lock()
+        self.ids = IdRing(device)
+        self.slot_bytes = slot_bytes
+        self._staging = torch.empty((slots, slot_bytes), dtype=torch.uint8, device=device)
+        self.slots = [int(row.data_ptr()) for row in self._staging]
+        self.next_slot = 0
+        self._driver = driver
+        self._streams = [driver.create_stream() for _ in range(slots)]
+        self._join = driver.create_stream()
+        self._mark = driver.create_event()
+        self._outer = {raw: torch.cuda.ExternalStream(raw, device=device) for raw in (*self._streams, self._join)}
+        for stream in self._outer.values():
+            # Should the engine be dropped, the memory is not given to others before the streams are through.
+            self._staging.record_stream(stream)
+            self.ids.record_stream(stream)
+
+    def take(self, chunks: int) -> list[int]:
+        """Return the streams of the next chunks, in a circle as long as there are slots in use."""
+        used = min(chunks, len(self._streams))
+        first, count = self.next_slot, len(self._streams)
+        self.next_slot = (first + chunks) % count
+        return [self._streams[(first + at) % count] for at in range(used)]
+
+    def enter(self, streams: list[int], after: int) -> None:
+        """Make ``streams`` wait for all work that is on the stream ``after``."""
+        self._driver.record(self._mark, after)
+        for stream in streams:
+            self._driver.wait(stream, self._mark)
+
+    def upload(self, streams: list[int], device: int, host: int, count: int) -> None:
+        """Copy ids up on the first of ``streams``, and make the others wait for it."""
+        self._driver.copy(device, host, 8 * count, streams[0])
+        if len(streams) > 1:
+            self.enter(streams[1:], streams[0])
+
+    def leave(self, streams: list[int]) -> torch.cuda.Event:
+        """Return a new event that is complete when all work on ``streams`` is."""
+        event = torch.cuda.Event()
+        if len(streams) == 1:
+            event.record(self._outer[streams[0]])
+            return event
+        for stream in streams:
+            self._driver.record(self._mark, stream)
+            self._driver.wait(self._join, self._mark)
+        event.record(self._outer[self._join])
+        return event
+
+    def synchronize(self) -> None:
+        """Block until every stream of the lane is empty."""
+        for stream in self._outer:
+            self._driver.synchronize(stream)
+
+    def destroy(self) -> None:
+        """Destroy the streams, which must be empty."""
+        self._driver.destroy(list(self._outer), [self._mark])

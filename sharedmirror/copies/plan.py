@@ -1,0 +1,269 @@
+"""The plan of a transfer: which copies, in which chunks. Pure arithmetic on addresses; numpy only.
+
+A *chunk* is a piece of a view (``view.Piece``) of some pages; it fills at most one staging slot:
+
+    slot:  record, then page, then byte        [record 0: page 0, page 1, ...][record 1: page 0, ...]
+
+so that pages which are neighbours on the host are one run of bytes in the slot too. Kernels move between
+device pages and slots, tile by tile, copy engines between slots and host.
+
+Kept here: every byte of every slice is copied once and no byte beside it; no copy crosses a host edge;
+all arithmetic is 64-bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from sharedmirror.copies.pairs import Ids, merge_runs
+from sharedmirror.copies.view import TILE_BYTES, Addresses, Band, Piece, View
+
+__all__ = ["Copies", "Route", "Staged", "choose_route", "plan_plain", "plan_staged"]
+
+SMALL_BYTES = 6 << 20
+"""Up to here the kernel moves straight between device and host: the lowest latency, and over in 0.1 ms."""
+PLAIN_BYTES = 1 << 20
+"""From this length of a contiguous stretch on, the copy engine needs no staging to be at full speed."""
+ROW_BYTES = 256 << 10
+"""Rows of a copy into a slab's contiguous run are made this wide where the run is long enough."""
+FEW_ROWS = 4
+"""Up to this many rows, single copies in a batch cost less than one 2D copy."""
+MAX_PITCH = (1 << 31) - 1
+"""The driver's limit for the distance of two rows."""
+
+
+class Route(Enum):
+    """How a call's bytes travel."""
+
+    DIRECT = "direct"
+    """One kernel between device and host."""
+    PLAIN = "plain"
+    """The copy engine between device and host."""
+    STAGED = "staged"
+    """Kernels between device and staging slots, the copy engine between slots and host."""
+
+
+def choose_route(addresses: Addresses, pages: Ids, frames: Ids) -> Route:
+    """Return the route for these pages, from the layout, the number of bytes and the length of runs."""
+    if len(pages) * addresses.page_bytes <= SMALL_BYTES:
+        return Route.DIRECT
+    runs = len(merge_runs(pages, frames)[0])
+    tight = (addresses.device_stride == addresses.slice_bytes) & (addresses.host_stride == addresses.slice_bytes)
+    stretch = np.where(tight, addresses.slice_bytes * len(pages) // runs, addresses.slice_bytes)
+    return Route.PLAIN if int(stretch.min()) >= PLAIN_BYTES else Route.STAGED
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Copies in the order of submission, chunk by chunk.
+
+    ``table`` has the columns host address, device address, width, rows, host pitch, device pitch (bytes).
+    In chunk c, the copies ``bounds[c]`` to ``middles[c]`` are single rows, those up to ``bounds[c + 1]`` not.
+    """
+
+    table: Ids
+    bounds: Ids
+    middles: Ids
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """Chunks of one call; chunk c uses slot ``(first_slot + c) % slots``.
+
+    ``pages`` are the device pages in the order in which chunks count them. ``launches`` has shape (chunks,
+    tables, 6): index of the first page, pages, first tile, tiles, low x, high x. ``group_ends[g]`` is the
+    number of chunks after which group g is complete.
+    """
+
+    pages: Ids
+    launches: Ids
+    copies: Copies
+    group_ends: tuple[int, ...]
+
+
+def plan_staged(
+    view: View, pages: Ids, frames: Ids, slots: Sequence[int], slot_bytes: int, first_slot: int, edges: Ids
+) -> Staged:
+    """Cut a call into chunks that each fit one of the slots, which lie at the addresses ``slots``."""
+    order = np.argsort(frames, kind="stable")
+    pages, frames = pages[order], frames[order]
+    per_chunk = _pages_per_chunk(view, frames, slot_bytes)
+    pieces = view.pieces(slot_bytes // per_chunk)
+    blocks = -(-len(pages) // per_chunk)
+    counts = np.full(blocks, per_chunk, np.int64)
+    counts[-1] = len(pages) - (blocks - 1) * per_chunk
+    places = np.array(slots, np.int64)[(first_slot + np.arange(len(pieces) * blocks)) % len(slots)]
+    runs = _Runs.of(frames, per_chunk)
+    parts = [
+        _band_copies(band, runs, counts, places[at * blocks : (at + 1) * blocks], at * blocks)
+        for at, piece in enumerate(pieces)
+        for band in piece.bands
+    ]
+    table, chunk = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    ends = np.cumsum(np.bincount([piece.group for piece in pieces], minlength=len(view.groups) - 1)) * blocks
+    return Staged(
+        pages,
+        _launches(view, pieces, counts, per_chunk),
+        _arrange(table, chunk, len(places), edges),
+        tuple(ends.tolist()),
+    )
+
+
+def _pages_per_chunk(view: View, frames: Ids, slot_bytes: int) -> int:
+    """Return how many pages share a chunk: as many as fit, or more where that makes wider rows of long runs."""
+    widest = max(high - low for low, high in zip(view.groups[:-1], view.groups[1:], strict=True))
+    fitting = max(1, slot_bytes // widest)
+    width = view.groups[-1] // len(view.records)
+    run = len(frames) / (1 + int(np.count_nonzero(np.diff(frames) != 1)))
+    wide = min(int(run), -(-ROW_BYTES // width), slot_bytes // (4 * TILE_BYTES))
+    # Powers of two, so that a view is cut into pieces in few ways.
+    return fitting if wide <= fitting else 1 << (wide.bit_length() - 1)
+
+
+def _launches(view: View, pieces: Sequence[Piece], counts: Ids, per_chunk: int) -> Ids:
+    low, high = (np.array([getattr(piece, name) for piece in pieces], np.int64) for name in ("low", "high"))
+    rows = np.empty((len(pieces), len(counts), len(view.tables), 6), np.int64)
+    rows[..., 0] = (np.arange(len(counts)) * per_chunk)[None, :, None]
+    rows[..., 1] = counts[None, :, None]
+    for at, tiles in enumerate(view.tables):
+        first, number = tiles.between(low, high)
+        rows[:, :, at, 2], rows[:, :, at, 3] = first[:, None], number[:, None]
+    rows[..., 4], rows[..., 5] = low[:, None, None], high[:, None, None]
+    return rows.reshape(-1, len(view.tables), 6)
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """Runs of neighbouring frames within a block: position of the first, block, frame, number."""
+
+    start: Ids
+    block: Ids
+    at: Ids
+    frame: Ids
+    length: Ids
+
+    @classmethod
+    def of(cls, frames: Ids, per_block: int) -> _Runs:
+        """Return the runs of sorted frames."""
+        position = np.arange(len(frames), dtype=np.int64)
+        new = np.ones(len(frames), dtype=bool)
+        new[1:] = (np.diff(frames) != 1) | (position[1:] % per_block == 0)
+        start = position[new]
+        block = start // per_block
+        return cls(start, block, start - block * per_block, frames[start], np.diff(start, append=len(frames)))
+
+    def singles(self) -> _Runs:
+        """Return the runs cut into single frames."""
+        step = _count_up(self.length)
+        columns = (self.start, self.block, self.at, self.frame)
+        start, block, at, frame = (np.repeat(column, self.length) for column in columns)
+        return _Runs(start + step, block, at + step, frame + step, np.ones_like(start))
+
+
+def _band_copies(band: Band, runs: _Runs, counts: Ids, places: Ids, first_chunk: int) -> tuple[Ids, Ids]:
+    """Return the copies of one band of a piece, and the chunk of each."""
+    dense = band.width == band.host_stride
+    if not dense and band.rows > 1:
+        # Frames that lie apart cannot be one row: each run is a 2D copy per row of the band, or each frame one.
+        if len(runs.start) * band.rows < int(runs.length.sum()):
+            parts = [_band_copies(row, runs, counts, places, first_chunk) for row in band.split()]
+            return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+        runs = runs.singles()
+    count = counts[runs.block]
+    table = np.empty((len(runs.start), 6), np.int64)
+    table[:, 0] = band.host + runs.frame * band.host_stride
+    table[:, 1] = places[runs.block] + count * band.dense + runs.at * band.width
+    if dense or band.rows > 1:
+        table[:, 2], table[:, 3] = runs.length * band.width, band.rows
+        table[:, 4], table[:, 5] = band.host_pitch, count * band.dense_pitch
+    else:
+        table[:, 2], table[:, 3] = band.width, runs.length
+        table[:, 4], table[:, 5] = band.host_stride, band.width
+    return table, first_chunk + runs.block
+
+
+def plan_plain(addresses: Addresses, view: View, pages: Ids, frames: Ids) -> Copies:
+    """Return the copies straight between device and host; a chunk is a group of the view."""
+    page, frame, length = merge_runs(pages, frames)
+    parts, chunks = [], []
+    for plane in view.planes:
+        size, device, stride, host, host_stride = (
+            int(column[plane])
+            for column in (
+                addresses.slice_bytes, addresses.device_base, addresses.device_stride, addresses.host_base,
+                addresses.host_stride,
+            )
+        )  # fmt: skip
+        table = np.empty((len(page), 6), np.int64)
+        table[:, 0], table[:, 1] = host + frame * host_stride, device + page * stride
+        table[:, 2], table[:, 3], table[:, 4], table[:, 5] = size, length, host_stride, stride
+        parts.append(table)
+        chunks.append(np.full(len(page), view.group_of_plane[plane], np.int64))
+    return _arrange(np.concatenate(parts), np.concatenate(chunks), len(view.groups) - 1, addresses.edges)
+
+
+def _arrange(table: Ids, chunk: Ids, chunks: int, edges: Ids) -> Copies:
+    """Bring copies into the form that the driver takes, and into the order of the chunks."""
+    solid = (table[:, 3] > 1) & (table[:, 4] == table[:, 2]) & (table[:, 5] == table[:, 2])
+    table[solid, 2] *= table[solid, 3]
+    table[solid, 3] = 1
+    rows = table[:, 3]
+    split = (rows > 1) & ((rows <= FEW_ROWS) | (table[:, 4] > MAX_PITCH) | (table[:, 5] > MAX_PITCH))
+    split |= _crossing(table, edges) & (rows > 1)
+    if split.any():
+        single, owner = _single_rows(table[split])
+        table = np.concatenate([table[~split], single])
+        chunk = np.concatenate([chunk[~split], chunk[split][owner]])
+    crossing = _crossing(table, edges)
+    if crossing.any():
+        parts, owner = _split_at(table[crossing], edges)
+        table = np.concatenate([table[~crossing], parts])
+        chunk = np.concatenate([chunk[~crossing], chunk[crossing][owner]])
+    key = 2 * chunk + (table[:, 3] > 1)
+    order = np.argsort(key, kind="stable")
+    marks = np.searchsorted(key[order], np.arange(2 * chunks + 1))
+    return Copies(table[order], marks[::2], marks[1::2])
+
+
+def _count_up(lengths: Ids) -> Ids:
+    """Return 0, 1, ... up to each length, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0, dtype=np.int64) - np.repeat(ends - lengths, lengths)
+
+
+def _crossing(table: Ids, edges: Ids) -> npt.NDArray[np.bool_]:
+    """Return which copies have an edge strictly inside the host bytes from their first to their last."""
+    if not len(edges):
+        return np.zeros(len(table), dtype=bool)
+    last = table[:, 0] + (table[:, 3] - 1) * table[:, 4] + table[:, 2] - 1
+    first_edge, last_edge = (np.searchsorted(edges, address, side="right") for address in (table[:, 0], last))
+    crossing: npt.NDArray[np.bool_] = first_edge != last_edge
+    return crossing
+
+
+def _single_rows(table: Ids) -> tuple[Ids, Ids]:
+    """Return each row of 2D copies as a copy of its own, and the index of the copy it came from."""
+    owner = np.repeat(np.arange(len(table), dtype=np.int64), table[:, 3])
+    row = _count_up(table[:, 3])
+    single = table[owner]
+    single[:, 0] += row * single[:, 4]
+    single[:, 1] += row * single[:, 5]
+    single[:, 3:] = (1, 0, 0)
+    return single, owner
+
+
+def _split_at(table: Ids, edges: Ids) -> tuple[Ids, Ids]:
+    """Cut single rows at the edges inside them. There are few, so a loop does."""
+    parts, owner = [], []
+    for at, (host, device, width, *_) in enumerate(table.tolist()):
+        first, last = np.searchsorted(edges, (host, host + width - 1), side="right")
+        inside = edges[first:last]
+        bounds = [host, *inside.tolist(), host + width]
+        parts += [(a, device + a - host, b - a, 1, 0, 0) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        owner += [at] * (len(bounds) - 1)
+    return np.array(parts, np.int64), np.array(owner, np.int64)

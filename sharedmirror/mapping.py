@@ -1,0 +1,271 @@
+"""Arena memory in this process: mapped, viewed as tensors, registered with the driver.
+
+What it keeps:
+
+- a region's extents lie one behind the other in this address space, on a 2 MiB boundary;
+- a mapping lives as long as any tensor over it, and its end is reported exactly once;
+- memory is never unmapped while it is registered with the driver;
+- every failing call gives a MemoryFault with its reason, and leaves nothing mapped or registered.
+
+A forked child inherits the mappings (a dead parent's lock must live as long as they do), but never
+unregisters or reports: those belong to the process that made them.
+
+Driver calls go through the driver API, because a failed runtime call leaves an error pending that
+surfaces in a stranger's call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import logging
+import os
+import stat
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sharedmirror.errors import MemoryFault
+from sharedmirror.types import REGION_ALIGNMENT_BYTES
+
+__all__ = ["REGISTER_CHUNK_BYTES", "HostRegistration", "RegionMapping", "refuse_mps"]
+
+REGISTER_CHUNK_BYTES = 16 << 30
+"""One registration. The driver refuses 512 GiB and more, and holds locks during long calls."""
+
+Extent = tuple[int, int, int]
+"""(arena index, byte offset in the arena, bytes)."""
+
+_PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_REGISTER_PORTABLE, _REGISTER_DEVICEMAP = 1, 2
+
+_log = logging.getLogger("sharedmirror")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.restype = ctypes.c_int
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class RegionMapping:
+    """One region, contiguous in this process.
+
+    ``fds`` are the arenas' descriptors, ``extents`` the region's parts in order. ``on_gone`` is
+    called once, from whatever thread drops the last view, after the memory was unmapped; it must not
+    block and must not raise.
+
+    Raises MemoryFault when an extent lies outside its arena or cannot be mapped.
+    """
+
+    def __init__(
+        self, fds: Sequence[int], extents: Sequence[Extent], on_gone: Callable[[], None] | None = None
+    ) -> None:
+        self.size_bytes = sum(length for _, _, length in extents)
+        _check_extents(fds, extents)
+        self.address = _reserve(self.size_bytes)
+        try:
+            at = self.address
+            for arena, offset, length in extents:
+                _mmap(at, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_FIXED, fds[arena], offset)
+                at += length
+        except BaseException:
+            _munmap(self.address, self.size_bytes)
+            raise
+
+        # Only a subclass of a ctypes array can be watched by weakref.
+        class Owner(ctypes.c_ubyte * self.size_bytes):  # type: ignore[misc]
+            pass
+
+        owner = Owner.from_address(self.address)
+        self._registrations: list[HostRegistration] = []
+        self._end = weakref.finalize(
+            owner, _unmap, self.address, self.size_bytes, self._registrations, os.getpid(), on_gone
+        )
+        # At exit the kernel does it; doing it earlier would pull memory from under running threads.
+        self._end.atexit = False
+        self._bytes: torch.Tensor | None = torch.frombuffer(owner, dtype=torch.uint8)
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The region as a 1-D uint8 tensor; views of it keep the mapping alive."""
+        if self._bytes is None:
+            raise MemoryFault("the region was released")
+        return self._bytes
+
+    def register(self, device: torch.device) -> HostRegistration:
+        """Register the region with the CUDA driver; the caller closes the registration before ``release``."""
+        registration = HostRegistration(self.address, self.size_bytes, device, chunk_bytes=REGISTER_CHUNK_BYTES)
+        self._registrations.append(registration)
+        return registration
+
+    def release(self) -> bool:
+        """Drop this object's own view; return whether the mapping is gone now."""
+        self._bytes = None
+        return not self._end.alive
+
+
+class HostRegistration:
+    """Registers one mapped region with the CUDA driver, in chunks, for ``device``.
+
+    ``edges`` are the addresses where one chunk ends and the next begins. Raises MemoryFault, with the
+    driver's name for the error, after undoing the chunks before the one that failed.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        size_bytes: int,
+        device: torch.device,
+        *,
+        chunk_bytes: int = REGISTER_CHUNK_BYTES,
+        driver: Any = None,
+    ) -> None:
+        self._driver = _load_driver() if driver is None else driver
+        self._registered: list[int] = []
+        self._pid = os.getpid()
+        self._device = self._call("cuDeviceGet", device.index or 0)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self.edges = tuple(range(address + chunk_bytes, address + size_bytes, chunk_bytes))
+        try:
+            with self._current():
+                for start in (address, *self.edges):
+                    length = min(chunk_bytes, address + size_bytes - start)
+                    self._call("cuMemHostRegister", start, length, _REGISTER_PORTABLE | _REGISTER_DEVICEMAP)
+                    self._registered.append(start)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unregister; the caller has drained all copies. A second call, or one in a fork, does nothing.
+
+        Raises MemoryFault when the driver refuses; what is still registered is kept for another try.
+        """
+        if self._context is None or os.getpid() != self._pid:
+            return
+        with self._current():
+            while self._registered:
+                self._call("cuMemHostUnregister", self._registered[-1])
+                self._registered.pop()
+        self._context = None
+        self._call("cuDevicePrimaryCtxRelease", self._device)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        # A thread that never touched the device has no context, and the driver calls need one.
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        code, *values = getattr(self._driver, name)(*arguments)
+        if int(code) != 0:
+            shown = getattr(code, "name", str(code))
+            raise MemoryFault(f"{name} failed with {shown}{_REMEDIES.get(shown, '')}", cuda=shown)
+        return values[0] if values else None
+
+
+_REMEDIES = {
+    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "; close this process's other mirror of it first",
+    "CUDA_ERROR_OUT_OF_MEMORY": "; raise the limit of locked memory (ulimit -l) or lower num_host_pages",
+    "CUDA_ERROR_NOT_PERMITTED": "; raise the limit of locked memory (ulimit -l)",
+}
+
+
+def refuse_mps() -> None:
+    """Raise MemoryFault when this process's CUDA work would go through an MPS server.
+
+    There a client's copies are made by the server, so that the client's death proves nothing about them.
+    """
+    control = os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control")
+    try:
+        if not stat.S_ISFIFO(os.stat(control).st_mode):
+            return
+        # Opening for writing succeeds only while the control daemon has the other end.
+        os.close(os.open(control, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return
+    raise MemoryFault(
+        f"CUDA MPS is active ({control}); under MPS the death of a worker does not prove that its copies have ended, "
+        f"so its pages could never be reused safely. Stop MPS, or set CUDA_MPS_PIPE_DIRECTORY to an empty directory"
+    )
+
+
+def _load_driver() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise MemoryFault(
+            "CUDA pools need the package cuda-bindings to register host memory: pip install 'sharedmirror[cuda]'"
+        ) from error
+
+
+def _check_extents(fds: Sequence[int], extents: Sequence[Extent]) -> None:
+    if not extents:
+        raise MemoryFault("the region has no extents")
+    for arena, offset, length in extents:
+        if not 0 <= arena < len(fds):
+            raise MemoryFault(f"an extent is in arena {arena}; there are {len(fds)}")
+        if offset < 0 or length <= 0 or offset % REGION_ALIGNMENT_BYTES or length % REGION_ALIGNMENT_BYTES:
+            raise MemoryFault(f"an extent of {length} bytes at {offset} is not made of whole 2 MiB pieces")
+        # A mapping beyond the end of its file would be a SIGBUS at the first touch.
+        try:
+            size = os.fstat(fds[arena]).st_size
+        except OSError as error:
+            raise MemoryFault(f"arena {arena} cannot be examined: {error.strerror}", errno=error.errno) from error
+        if offset + length > size:
+            raise MemoryFault(f"an extent ends at {offset + length}; arena {arena} has {size} bytes")
+
+
+def _reserve(size_bytes: int) -> int:
+    """Return the 2 MiB aligned address of ``size_bytes`` of reserved, inaccessible address space."""
+    padded = size_bytes + REGION_ALIGNMENT_BYTES
+    start = _mmap(None, padded, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+    aligned = -(-start // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+    if aligned > start:
+        _munmap(start, aligned - start)
+    if aligned + size_bytes < start + padded:
+        _munmap(aligned + size_bytes, start + padded - aligned - size_bytes)
+    return aligned
+
+
+def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    mapped = _libc.mmap(address, length, protection, flags, fd, offset)
+    if mapped is None or mapped == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise MemoryFault(
+            f"mmap of {length} bytes failed: {errno.errorcode.get(code, code)} ({os.strerror(code)})", errno=code
+        )
+    return int(mapped)
+
+
+def _munmap(address: int, length: int) -> None:
+    if _libc.munmap(address, length) != 0:
+        code = ctypes.get_errno()
+        raise MemoryFault(
+            f"munmap of {length} bytes failed: {errno.errorcode.get(code, code)} ({os.strerror(code)})", errno=code
+        )
+
+
+def _unmap(
+    address: int, length: int, registrations: list[HostRegistration], pid: int, on_gone: Callable[[], None] | None
+) -> None:
+    """End a mapping; memory that the driver will not let go of stays mapped, and is not reported as gone."""
+    try:
+        for registration in registrations:
+            registration.close()
+        _munmap(address, length)
+    except MemoryFault as fault:
+        _log.error("mapping_kept address=%#x bytes=%d reason=%s", address, length, fault)
+        return
+    if on_gone is not None and os.getpid() == pid:
+        on_gone()

@@ -1,0 +1,369 @@
+"""``SharedHostMirror``: an engine's device pages, mirrored in the daemon's memory.
+
+This is the worker's side. It checks every call completely before a byte moves, hands the copies to
+the engine that fits the device, and speaks for this rank: it commits what is complete and answers
+revocations. It never waits for the daemon while it copies, and never tells the daemon of a copy that
+is not complete.
+
+All methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from sharedmirror.adapter import DevicePool, flat_bytes_per_host_page
+from sharedmirror.attachment import Attachment, Gate, OpenChannel, open_channel
+from sharedmirror.commits import CommitQueue, Progress
+from sharedmirror.copies.cpu import CpuEngine
+from sharedmirror.copies.geometry import build_geometry, host_tensor
+from sharedmirror.copies.interface import Completion, CopyEngine, Event, Geometry, Stream
+from sharedmirror.copies.pairs import Ids, PagePairs, check_pairs
+from sharedmirror.errors import (
+    CopyError,
+    RankError,
+    SharedMirrorError,
+    StaleLease,
+    UsageError,
+    WrongPoolKind,
+)
+from sharedmirror.transfers import HitLike, Ledger, Transfer
+from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed
+
+__all__ = ["Progress", "SharedHostMirror", "flat_bytes_per_host_page"]
+
+ATTACH_WAIT_S = 30.0
+"""How long attach waits for the engine's other ranks, or for the proof of a forerunner's death."""
+_ANSWER_AGAIN_S = 2e-3
+
+_log = logging.getLogger("sharedmirror")
+
+
+class SharedHostMirror:
+    """Host mirror of one rank's device pool, in memory that outlives the engine.
+
+    ``device_kv_pool`` is a duck-typed pool (``page_size``, ``k_buffer``, ``v_buffer``, optionally
+    ``state_slabs`` and ``get_state_buffers``) or a ``DevicePool``. ``num_host_pages`` None takes an
+    existing pool's count, or lets the daemon choose. ``pages`` is "static" (the engine allocates host
+    pages itself; raw copies) or "leased" (the daemon does; copies under leases and hits). ``layout`` is
+    "slab" or "page". A host page has ``frames_per_page`` frames, each with room for one device page.
+    ``rank`` and ``world_size`` default to torch.distributed's, else 0 of 1.
+
+    Raises LayoutError for a pool that cannot be mirrored, RankError, PoolMismatch with both values,
+    DaemonUnavailable, RanksMissing, EngineBusy, RankAttached, ArenaFull or MemoryFault. A failed
+    construction leaves nothing behind.
+
+    ``page_size`` (token rows), ``num_host_pages``, ``row_spans`` (rows per page of each plane) and
+    ``num_k_tensors`` are plain attributes.
+    """
+
+    def __init__(
+        self,
+        device_kv_pool: Any,
+        num_host_pages: int | None = None,
+        *,
+        socket: str | None = None,
+        name: str = "default",
+        engine: str = "0",
+        rank: int | None = None,
+        world_size: int | None = None,
+        pages: str = "static",
+        layout: str = "slab",
+        frames_per_page: int = 1,
+        tag: str = "",
+        _open: OpenChannel = open_channel,
+    ) -> None:
+        self._pool = DevicePool.from_pool(device_kv_pool)
+        rank, world_size = _rank_and_world(rank, world_size)
+        try:
+            self._kind, self._layout = PoolKind(pages), Layout(layout)
+        except ValueError as error:
+            raise UsageError(f"{error}; pages is 'static' or 'leased', layout is 'slab' or 'page'") from None
+        for what, value in (("num_host_pages", num_host_pages), ("frames_per_page", frames_per_page)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{what} is {value!r}; it must be a whole number of at least 1")
+        self._gate = Gate()
+        self._push_lock = threading.Lock()
+        self._early: list[dict[str, Any]] | None = []
+        self._ledger: Ledger | None = None
+        self._static_over = False
+        self._pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+        self._engine: CopyEngine
+        self.page_size = self._pool.page_size
+        self.row_spans = self._pool.layout.row_spans
+        self.num_k_tensors = self._pool.num_k_tensors
+        self.frames_per_page = frames_per_page
+        request = {
+            "pool": name, "tag": tag, "engine": engine, "launch": os.environ.get("SHAREDMIRROR_LAUNCH_ID"),
+            "role": "worker", "rank": rank, "world_size": world_size, "page_size": self.page_size,
+            "frames_per_page": frames_per_page, "kind": self._kind.value, "layout": self._layout.value,
+            "num_host_pages": num_host_pages, "wait_s": ATTACH_WAIT_S,
+            "planes": [plane.to_wire() for plane in self._pool.layout.to_planes(rank, world_size)],
+        }  # fmt: skip
+        self._attachment = Attachment(_open, socket, self._on_push, request, self._pool.device)
+        try:
+            self._take_place()
+        except BaseException as error:
+            # The frames of the failure hold views, and views hold the mapping.
+            traceback.clear_frames(error.__traceback__)
+            if hasattr(self, "_engine"):
+                self._engine.close()
+            self._pairs = ()
+            self._attachment.leave()
+            raise
+
+    def _take_place(self) -> None:
+        """Make host tensors and the copy engine over the mapped regions, and start to listen."""
+        place = self._attachment
+        self.num_host_pages = place.num_host_pages
+        self._frames = place.num_host_pages * self.frames_per_page
+        regions = [region.bytes for region in place.regions]
+        geometry = build_geometry(self._pool, regions, place.placements, self._frames, place.host_edges)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensor, at, span in zip(self._pool.tensors, place.placements, self.row_spans, strict=True):
+            host = host_tensor(regions[at.region], at, tensor, span, self._frames, self._layout)
+            pairs.append((tensor, host))
+        self._pairs = tuple(pairs)
+        self._engine = _make_engine(geometry)
+        ledger = Ledger(place.pool, place.num_host_pages)
+        self._commits = CommitQueue(place.channel, ledger)
+        with self._push_lock:
+            self._ledger = ledger
+            early, self._early = self._early or [], None
+        for body in early:
+            self._on_push(body)
+        place.channel.listen(self._answer)
+        if early:
+            self._answer()
+
+    # -- what the mirror looks like --------------------------------------------------------------
+
+    @property
+    def tensor_pairs(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """(device tensor, host tensor) of each plane: distinct K, distinct V, then state in slab order.
+
+        The device tensor is the pool's very object. The host tensor has its dtype and, with layout
+        "slab", shape ``(num_host_pages * frames_per_page * span, *row)``; with layout "page" it is a
+        strided view ``(num_host_pages * frames_per_page, span, *row)``. It stays valid memory as long
+        as it is held, also after ``close``.
+        """
+        self._gate.check()
+        return self._pairs
+
+    def bytes_per_host_page(self) -> int:
+        """Return the payload bytes of one host page over all planes of this rank."""
+        return self._pool.layout.bytes_per_page() * self.frames_per_page
+
+    def tensor_index_of_layer(self, layer: int) -> int:
+        """Return the index of the layer's K in ``tensor_pairs``; its V is ``num_k_tensors`` further on.
+
+        Raises ValueError for a layer without KV, with "state layer" in its message.
+        """
+        return self._pool.tensor_index_of_layer(layer)
+
+    def state_tensor_indices_of_layer(self, layer: int) -> tuple[int, int] | None:
+        """Return the adjacent indices (conv, ssm) of the layer's state in ``tensor_pairs``, or None."""
+        return self._pool.state_tensor_indices_of_layer(layer)
+
+    # -- raw copies: static pools ----------------------------------------------------------------
+
+    def store_pages(self, pairs: PagePairs, stream: Stream = None) -> None:
+        """Copy (device page, host frame) pairs to the host, in every plane, as if enqueued on ``stream``.
+
+        ``pairs`` are 2-tuples of ints or an integer array of shape (n, 2). A host frame is
+        ``host_page * frames_per_page + sub``. ``stream`` None is the current stream of the pool's
+        device; without CUDA the copies are complete on return.
+
+        Raises PageError before anything is copied, WrongPoolKind in a leased pool, CopyError.
+        """
+        with self._gate:
+            self._engine_of("store_pages").store(*self._raw(pairs, "store"), stream)
+
+    def load_pages(self, pairs: PagePairs, stream: Stream = None) -> None:
+        """Copy (device page, host frame) pairs to the device; otherwise like ``store_pages``."""
+        with self._gate:
+            self._engine_of("load_pages").load(*self._raw(pairs, "load"), stream)
+
+    def load_pages_with_events(self, pairs: PagePairs, stream: Stream = None) -> list[Event]:
+        """Like ``load_pages``; return one event per plane, in ``tensor_pairs`` order.
+
+        A layer's V event also covers its K, its ssm event its conv and KV, and both all earlier
+        layers; the last event of the list covers every copy. No event is ever recorded again.
+        """
+        with self._gate:
+            return self._engine_of("load_pages_with_events").load_with_events(*self._raw(pairs, "load"), stream)
+
+    def _engine_of(self, call: str) -> CopyEngine:
+        if self._kind is not PoolKind.STATIC:
+            raise WrongPoolKind(
+                f"{call} is a raw copy, and this pool is leased; use store(lease, ...) and load(hit, ...)"
+            )
+        if self._static_over:
+            raise StaleLease("the daemon took this static pool back; close the mirror")
+        return self._engine
+
+    def _raw(self, pairs: PagePairs, kind: Any) -> tuple[Ids, Ids]:
+        return check_pairs(pairs, self._pool.num_device_pages, self._frames, kind, null_frames=self.frames_per_page)
+
+    # -- copies under leases and hits: leased pools ----------------------------------------------
+
+    def store(self, lease: Lease, pairs: PagePairs, stream: Stream = None) -> Transfer:
+        """Copy (device page, host frame) pairs into pages of ``lease``, as if enqueued on ``stream``.
+
+        Raises PageError for a page outside the lease or one that this rank has committed, StaleLease
+        when lease or page are over, WrongPoolKind in a static pool, CopyError.
+        """
+        with self._gate:
+            ledger = self._ledger_of("store")
+            device, frames = check_pairs(pairs, self._pool.num_device_pages, self._frames, "store")
+            transfer = ledger.begin_store(lease, self._pages_of(frames))
+            return _submit(transfer, self._engine.store, device, frames, stream)
+
+    def load(self, hit: HitLike, pairs: PagePairs, stream: Stream = None) -> Transfer:
+        """Copy (device page, host frame) pairs out of pages of ``hit``; otherwise like ``store``."""
+        with self._gate:
+            ledger = self._ledger_of("load")
+            device, frames = check_pairs(pairs, self._pool.num_device_pages, self._frames, "load")
+            transfer = ledger.begin_load(hit, self._pages_of(frames))
+            return _submit(transfer, self._engine.load, device, frames, stream)
+
+    def commit(
+        self, lease: Lease, pages: Iterable[int] | None = None, *, wait: bool = True, timeout_s: float = 30.0
+    ) -> Sealed | None:
+        """Say that this rank's copies into ``pages`` (None: all that are left of the lease) are complete.
+
+        Waits for the copies, at most ``timeout_s`` seconds, then returns the daemon's answer. With
+        ``wait=False`` the commit is queued instead, ``poll`` sends it, and None is returned. From the
+        call on the pages take no more stores.
+
+        Raises CallTimeout (the pages take stores again), CopyError (nothing was committed),
+        StaleLease, PageError, WrongPoolKind.
+        """
+        with self._gate:
+            ledger = self._ledger_of("commit")
+            commit = ledger.freeze(lease, pages)
+            if wait:
+                return self._commits.send_now(commit, timeout_s)
+            self._commits.add(commit)
+            return None
+
+    def poll(self) -> Progress:
+        """Send the queued commits whose copies are complete, and report revocations. Does not wait for copies."""
+        with self._gate:
+            ledger = self._ledger_of("poll")
+            sealed, failed = self._commits.send_ready()
+            revoked = tuple(LeaseId(lease) for lease in ledger.take_revoked())
+            return Progress(sealed, failed, revoked, len(self._commits))
+
+    def _ledger_of(self, call: str) -> Ledger:
+        if self._kind is not PoolKind.LEASED or self._ledger is None:
+            raise WrongPoolKind(f"{call} needs a leased pool, and this one is static; use store_pages and load_pages")
+        return self._ledger
+
+    def _pages_of(self, frames: Ids) -> set[int]:
+        pages = frames if self.frames_per_page == 1 else frames // self.frames_per_page
+        return set(pages.tolist())
+
+    # -- the daemon's word -----------------------------------------------------------------------
+
+    def _on_push(self, body: dict[str, Any]) -> None:
+        with self._push_lock:
+            if self._early is not None:
+                self._early.append(body)
+                return
+        if self._kind is PoolKind.STATIC and body["push"] in ("revoked", "revoked_pages"):
+            self._static_over = True
+        if self._ledger is not None:
+            self._ledger.on_push(body)
+
+    def _answer(self) -> float | None:
+        """Say what is drained by now; return after how many seconds to try again, or None."""
+        ledger = self._ledger
+        if ledger is None:
+            return None
+        if self._static_over:
+            # Raw copies are in no ledger: wait for the calls that came before the push, then for their copies.
+            self._gate.settle()
+            self._engine.drain()
+        answer = ledger.answer()
+        if answer:
+            self._attachment.channel.call("drained", **answer.to_wire())
+            ledger.answered(answer)
+        return _ANSWER_AGAIN_S if answer.waiting else None
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for all copies, send queued commits, unregister, unmap, and leave the pool.
+
+        May be called again. Raises CopyError when the device cannot say that its copies are over: the
+        memory then stays attached until the process ends. Raises MemoryFault when the driver keeps it.
+        """
+        if not self._gate.close():
+            return
+        try:
+            self._engine.close()
+        except CopyError:
+            self._attachment.abandon()
+            raise
+        self._commits.send_ready()
+        self._pairs = ()
+        self._attachment.leave()
+
+    def __enter__(self) -> SharedHostMirror:
+        self._gate.check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except SharedMirrorError as fault:
+            if error is None:
+                raise
+            _log.error("event=close_failed reason=%r", fault.message)
+
+
+def _submit(
+    transfer: Transfer, copy: Callable[[Ids, Ids, Stream], Completion], device: Ids, frames: Ids, stream: Stream
+) -> Transfer:
+    try:
+        completion = copy(device, frames, stream)
+    except UsageError:
+        transfer.withdrawn()
+        raise
+    except BaseException as error:
+        # Some of the copies may be under way.
+        transfer.failed(error if isinstance(error, CopyError) else CopyError(f"the copies failed: {error!r}"))
+        raise
+    transfer.submitted(completion)
+    return transfer
+
+
+def _make_engine(geometry: Geometry) -> CopyEngine:
+    if geometry.device.type == "cuda":
+        from sharedmirror.copies.cuda import CudaEngine
+
+        return CudaEngine(geometry)
+    return CpuEngine(geometry)
+
+
+def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if rank is None or world_size is None:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if rank is None:
+            rank = torch.distributed.get_rank() if distributed else 0
+        if world_size is None:
+            world_size = torch.distributed.get_world_size() if distributed else 1
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise RankError(f"rank {rank} does not fit a world of {world_size}; ranks are 0..world_size-1", rank=rank)
+    return rank, world_size

@@ -1,0 +1,404 @@
+"""Which copies a rank may make, which are in flight, and what it owes the daemon for them.
+
+The ledger is the rank's side of a lease's life. It does no I/O and knows no tensor:
+
+- a store is refused outside the lease, after a commit of the page, and after the lease (or the page)
+  was revoked; a load is refused outside the hit and after its release;
+- a page is committed only when every copy into it that this rank began is complete and none failed;
+- a revoked lease or released hit is answered ("drained") once, when no copy under it is in flight;
+  one with a failed copy is never answered, because only the process's death proves that copy over;
+- a (page, generation) that is over stays over: it is remembered per page, not per lease, so memory
+  does not grow with the number of leases. Ids never seen are remembered until the floor passes them.
+
+All methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from sharedmirror.errors import CallTimeout, CopyError, PageError, StaleLease
+from sharedmirror.types import Lease
+
+if TYPE_CHECKING:  # the ledger knows no tensor
+    from sharedmirror.copies.interface import Completion
+
+__all__ = ["Answer", "Commit", "HitLike", "Ledger", "Transfer"]
+
+_REPORTED_REVOCATIONS = 1 << 16
+"""Revocations kept for ``poll``; an engine that never polls must not grow."""
+
+
+class HitLike(Protocol):
+    """The part of a ``Hit`` that a worker needs."""
+
+    @property
+    def id(self) -> int:
+        """Number of the hit."""
+        ...
+
+    @property
+    def pool(self) -> int:
+        """The pool that was asked."""
+        ...
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Host pages, -1 for keys without one."""
+        ...
+
+
+class Transfer:
+    """The copies of one ``store`` or ``load`` call."""
+
+    def __init__(self, pages: frozenset[int]) -> None:
+        self.pages = pages
+        self._submitted = threading.Event()
+        self._completion: Completion | None = None
+        self._error: CopyError | None = None
+        self._over = False
+
+    def done(self) -> bool:
+        """Return whether every copy is complete; raises CopyError when the device reported an error."""
+        if self._error is not None:
+            raise self._error
+        if not self._over and self._completion is not None:
+            try:
+                self._over = self._completion.done()
+            except CopyError as error:
+                self._error = error
+                raise
+        return self._over
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until done; raises CallTimeout after ``timeout_s`` seconds, and CopyError like ``done``."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._submitted.wait(timeout_s):
+            raise CallTimeout(f"the copies were not submitted within {timeout_s} s")
+        if self._completion is not None and not self.done():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                self._over = self._completion.wait(left)
+            except CopyError as error:
+                self._error = error
+                raise
+        if not self.done():
+            raise CallTimeout(f"the copies are not complete after {timeout_s} s; they go on")
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a copy may still touch memory; a failed transfer counts as in flight for ever."""
+        try:
+            return not self.done()
+        except CopyError:
+            return True
+
+    def submitted(self, completion: Completion) -> None:
+        """The engine took the copies."""
+        self._completion = completion
+        self._submitted.set()
+
+    def withdrawn(self) -> None:
+        """The engine refused the call before it began a copy."""
+        self._over = True
+        self._submitted.set()
+
+    def failed(self, error: CopyError) -> None:
+        """The engine could not take all of the copies."""
+        self._error = error
+        self._submitted.set()
+
+
+@dataclass
+class _Open:
+    transfers: list[Transfer] = field(default_factory=list, kw_only=True)
+
+    def in_flight(self) -> list[Transfer]:
+        self.transfers = [transfer for transfer in self.transfers if transfer.in_flight]
+        return self.transfers
+
+
+@dataclass
+class _OpenLease(_Open):
+    generation_of: dict[int, int]
+    frozen: set[int] = field(default_factory=set)
+    committed: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
+    revoked: bool = False
+
+
+@dataclass
+class _OpenHit(_Open):
+    pages: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit that was asked for: its pages are frozen, its transfers may still be in flight."""
+
+    lease: int
+    pages: tuple[int, ...]
+    whole: bool
+    transfers: tuple[Transfer, ...]
+    newly_frozen: frozenset[int]
+
+    @property
+    def wire_pages(self) -> list[int] | None:
+        """The pages as the request names them."""
+        return None if self.whole else list(self.pages)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What may be reported as drained now; ``waiting`` says that more will follow."""
+
+    leases: tuple[int, ...]
+    hits: tuple[int, ...]
+    pages: tuple[tuple[int, tuple[int, ...]], ...]
+    waiting: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.hits or self.pages)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the arguments of ``drained``."""
+        body: dict[str, Any] = {"leases": list(self.leases), "hits": list(self.hits)}
+        if self.pages:
+            body["pages"] = [[lease, list(pages)] for lease, pages in self.pages]
+        return body
+
+
+class Ledger:
+    """The leases and hits of one pool that this rank has open."""
+
+    def __init__(self, pool: int, num_host_pages: int) -> None:
+        self._pool = pool
+        self._pages = num_host_pages
+        self._lock = threading.Lock()
+        self._leases: dict[int, _OpenLease] = {}
+        self._hits: dict[int, _OpenHit] = {}
+        self._over = np.zeros(num_host_pages, dtype=np.int64)
+        self._over_by_commit = np.zeros(num_host_pages, dtype=np.bool_)
+        self._revoked: set[int] = set()
+        self._revoked_pages: dict[int, set[int]] = {}
+        self._released: set[int] = set()
+        self._lease_floor = self._hit_floor = 0
+        self._owed_leases: set[int] = set()
+        self._owed_hits: set[int] = set()
+        self._owed_pages: dict[int, set[int]] = {}
+        self._reported: deque[int] = deque(maxlen=_REPORTED_REVOCATIONS)
+
+    def begin_store(self, lease: Lease, pages: Iterable[int]) -> Transfer:
+        """Enter a store into ``pages``; raises StaleLease or PageError, and enters nothing then."""
+        wanted = frozenset(pages)
+        with self._lock:
+            record = self._lease(lease)
+            self._refuse_dead(lease.id, record, wanted)
+            for page in sorted(wanted & (record.frozen | record.committed)):
+                raise PageError(
+                    f"host page {page} of lease {lease.id} was committed by this rank; it takes no more stores",
+                    page=page, lease=lease.id,
+                )  # fmt: skip
+            transfer = Transfer(wanted)
+            record.in_flight().append(transfer)
+            return transfer
+
+    def begin_load(self, hit: HitLike, pages: Iterable[int]) -> Transfer:
+        """Enter a load from ``pages``; raises StaleLease or PageError, and enters nothing then."""
+        wanted = frozenset(pages)
+        with self._lock:
+            self._same_pool("hit", hit.id, hit.pool)
+            if hit.id in self._released or (hit.id < self._hit_floor and hit.id not in self._hits):
+                raise StaleLease(f"hit {hit.id} was released; look the keys up again", hit=hit.id)
+            record = self._hits.get(hit.id)
+            known = frozenset(page for page in hit.pages if page >= 0) if record is None else record.pages
+            for page in sorted(wanted - known):
+                raise PageError(f"host page {page} is not in hit {hit.id}", page=page, hit=hit.id)
+            record = self._hits.setdefault(hit.id, _OpenHit(known))
+            transfer = Transfer(wanted)
+            record.in_flight().append(transfer)
+            return transfer
+
+    def freeze(self, lease: Lease, pages: Iterable[int] | None) -> Commit:
+        """Refuse further stores into ``pages`` (None: all that are left) and say what must complete first.
+
+        Raises StaleLease, PageError, or CopyError when a copy into one of the pages failed.
+        """
+        with self._lock:
+            record = self._lease(lease)
+            left = set(record.generation_of) - record.committed - record.dead
+            wanted = frozenset(left if pages is None else pages)
+            self._refuse_dead(lease.id, record, wanted)
+            for page in sorted(wanted & record.committed):
+                raise PageError(
+                    f"host page {page} of lease {lease.id} was already committed", page=page, lease=lease.id
+                )
+            if not wanted:
+                if record.dead:
+                    raise StaleLease(
+                        f"lease {lease.id} has no page left to commit: the rest was revoked", lease=lease.id
+                    )
+                raise PageError(f"lease {lease.id} has no page left to commit", lease=lease.id)
+            transfers = tuple(transfer for transfer in record.in_flight() if transfer.pages & wanted)
+            for transfer in transfers:
+                transfer.done()
+            commit = Commit(
+                lease=lease.id,
+                pages=tuple(sorted(wanted)),
+                whole=len(wanted) == len(record.generation_of),
+                transfers=transfers,
+                newly_frozen=wanted - record.frozen,
+            )
+            record.frozen |= wanted
+            return commit
+
+    def thaw(self, commit: Commit) -> None:
+        """Take a freeze back: the commit was not sent."""
+        with self._lock:
+            record = self._leases.get(commit.lease)
+            if record is not None:
+                record.frozen -= commit.newly_frozen
+
+    def committed(self, commit: Commit) -> None:
+        """The daemon took the commit: these pages are over for this rank."""
+        with self._lock:
+            record = self._leases.get(commit.lease)
+            if record is not None:
+                record.committed.update(commit.pages)
+                self._end(record, commit.pages, by_commit=True)
+                self._forget(commit.lease, record)
+
+    def on_push(self, body: Mapping[str, Any]) -> bool:
+        """Take the daemon's word; return whether an answer is owed."""
+        with self._lock:
+            if body["push"] == "revoked":
+                self._on_revoked(body.get("leases", ()), int(body.get("lease_floor", 0)))
+            elif body["push"] == "revoked_pages":
+                self._on_revoked_pages(int(body["lease"]), {int(page) for page in body["pages"]})
+            elif body["push"] == "released":
+                self._on_released(body.get("hits", ()), int(body.get("hit_floor", 0)))
+            return bool(self._owed_leases or self._owed_hits or self._owed_pages)
+
+    def answer(self) -> Answer:
+        """Return what is owed to the daemon and may be said now."""
+        with self._lock:
+            leases = tuple(sorted(i for i in self._owed_leases if self._quiet(self._leases.get(i))))
+            hits = tuple(sorted(i for i in self._owed_hits if self._quiet(self._hits.get(i))))
+            pages = tuple(
+                (i, tuple(sorted(owed))) for i, owed in self._owed_pages.items() if self._quiet(self._leases.get(i))
+            )
+            waiting = len(leases) + len(hits) + len(pages) < (
+                len(self._owed_leases) + len(self._owed_hits) + len(self._owed_pages)
+            )
+            return Answer(leases, hits, pages, waiting)
+
+    def answered(self, answer: Answer) -> None:
+        """The daemon has the answer."""
+        with self._lock:
+            self._owed_leases.difference_update(answer.leases)
+            self._owed_hits.difference_update(answer.hits)
+            for lease in answer.leases:
+                self._leases.pop(lease, None)
+            for hit in answer.hits:
+                self._hits.pop(hit, None)
+            for lease, pages in answer.pages:
+                owed = self._owed_pages.get(lease, set())
+                owed.difference_update(pages)
+                if not owed:
+                    self._owed_pages.pop(lease, None)
+
+    def take_revoked(self) -> tuple[int, ...]:
+        """Return the leases revoked since the last call."""
+        with self._lock:
+            taken = tuple(self._reported)
+            self._reported.clear()
+            return taken
+
+    def _lease(self, lease: Lease) -> _OpenLease:
+        self._same_pool("lease", lease.id, lease.pool)
+        record = self._leases.get(lease.id)
+        if record is None:
+            if lease.id in self._revoked or lease.id < self._lease_floor:
+                raise StaleLease(f"lease {lease.id} is over: it was revoked or aborted", lease=lease.id)
+            record = self._open(lease)
+            if len(record.committed | record.dead) < len(record.generation_of):
+                self._leases[lease.id] = record
+        if record.revoked:
+            raise StaleLease(f"lease {lease.id} is over: it was revoked or aborted", lease=lease.id)
+        return record
+
+    def _open(self, lease: Lease) -> _OpenLease:
+        if len(lease.pages) != len(lease.generations) or not all(0 < page < self._pages for page in lease.pages):
+            raise PageError(f"lease {lease.id} is damaged: its pages do not fit this pool", lease=lease.id)
+        record = _OpenLease(dict(zip(lease.pages, lease.generations, strict=True)))
+        for page, generation in record.generation_of.items():
+            if generation <= self._over[page]:
+                by_commit = self._over_by_commit[page] and generation == self._over[page]
+                (record.committed if by_commit else record.dead).add(page)
+        record.dead |= self._revoked_pages.get(lease.id, set()) & record.generation_of.keys()
+        return record
+
+    def _same_pool(self, what: str, number: int, pool: int) -> None:
+        if pool != self._pool:
+            raise PageError(f"{what} {number} belongs to pool {pool}; this mirror is attached to pool {self._pool}")
+
+    def _refuse_dead(self, lease: int, record: _OpenLease, pages: frozenset[int]) -> None:
+        for page in sorted(pages - record.generation_of.keys()):
+            raise PageError(f"host page {page} is not in lease {lease}", page=page, lease=lease)
+        for page in sorted(pages & record.dead):
+            raise StaleLease(f"host page {page} of lease {lease} was revoked", page=page, lease=lease)
+
+    def _end(self, record: _OpenLease, pages: Iterable[int], *, by_commit: bool) -> None:
+        for page in pages:
+            if record.generation_of[page] > self._over[page]:
+                self._over[page] = record.generation_of[page]
+                self._over_by_commit[page] = by_commit
+
+    def _forget(self, lease: int, record: _OpenLease) -> None:
+        over = record.committed | record.dead
+        if len(over) == len(record.generation_of) and not record.in_flight():
+            self._leases.pop(lease, None)
+
+    def _on_revoked(self, leases: Iterable[int], floor: int) -> None:
+        for lease in leases:
+            self._revoked.add(lease)
+            self._revoked_pages.pop(lease, None)
+            self._owed_leases.add(lease)
+            self._reported.append(lease)
+            record = self._leases.get(lease)
+            if record is not None:
+                record.revoked = True
+                self._end(record, record.generation_of.keys() - record.committed, by_commit=False)
+        if floor > self._lease_floor:
+            self._lease_floor = floor
+            self._revoked = {lease for lease in self._revoked if lease >= floor}
+            self._revoked_pages = {lease: pages for lease, pages in self._revoked_pages.items() if lease >= floor}
+
+    def _on_revoked_pages(self, lease: int, pages: set[int]) -> None:
+        self._owed_pages.setdefault(lease, set()).update(pages)
+        record = self._leases.get(lease)
+        if record is None:
+            self._revoked_pages.setdefault(lease, set()).update(pages)
+            return
+        dead = (pages & record.generation_of.keys()) - record.committed
+        record.dead |= dead
+        self._end(record, dead, by_commit=False)
+
+    def _on_released(self, hits: Iterable[int], floor: int) -> None:
+        for hit in hits:
+            self._released.add(hit)
+            self._owed_hits.add(hit)
+        if floor > self._hit_floor:
+            self._hit_floor = floor
+            self._released = {hit for hit in self._released if hit >= floor or hit in self._hits}
+
+    @staticmethod
+    def _quiet(record: _Open | None) -> bool:
+        return record is None or not record.in_flight()

@@ -1,0 +1,114 @@
+"""The words that client and daemon share: ids, enumerations and the values that travel.
+
+Nothing here does I/O, and nothing here imports torch: the daemon and the CLI use this module too.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+PageId = NewType("PageId", int)
+PoolId = NewType("PoolId", int)
+SessionId = NewType("SessionId", int)
+LeaseId = NewType("LeaseId", int)
+HitId = NewType("HitId", int)
+Generation = NewType("Generation", int)
+Epoch = NewType("Epoch", int)
+
+NULL_PAGE = PageId(0)
+"""Host page 0: reserved, never leased, keyed or evicted."""
+
+MAX_KEY_BYTES = 64
+SLICE_ALIGNMENT_BYTES = 16
+REGION_ALIGNMENT_BYTES = 2 << 20
+
+
+class Layout(str, enum.Enum):
+    """How a pool's slices are laid out in a region; see ``PoolLayout``."""
+
+    SLAB = "slab"
+    PAGE = "page"
+
+
+class PoolKind(str, enum.Enum):
+    """Who hands out a pool's pages: the engine itself (static) or the daemon (leased)."""
+
+    STATIC = "static"
+    LEASED = "leased"
+
+
+class Role(str, enum.Enum):
+    """What a connected process does."""
+
+    WORKER = "worker"
+    SCHEDULER = "scheduler"
+    OBSERVER = "observer"
+
+
+class KeyState(str, enum.Enum):
+    """What a lookup says of one key."""
+
+    HIT = "hit"
+    PENDING = "pending"
+    MISS = "miss"
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One mirrored plane as the daemon sees it.
+
+    ``name`` and ``shard`` of ``shards`` say which ranks hold equal bytes; ``slice_bytes`` is what one
+    page has in this plane, ``span`` the rows of that slice.
+    """
+
+    name: str
+    shard: int
+    shards: int
+    slice_bytes: int
+    span: int
+
+    def to_wire(self) -> list[object]:
+        """Return the plane as it travels in ``attach``."""
+        return [self.name, self.shard, self.shards, self.slice_bytes, self.span]
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Pages owned for writing. Plain data: it may be pickled to the workers.
+
+    ``pages[i]`` was granted under ``generations[i]``. ``keys`` is set when the lease came from
+    ``reserve``: its pages then become readable with the last rank's commit.
+    """
+
+    id: LeaseId
+    pool: PoolId
+    pages: tuple[PageId, ...]
+    generations: tuple[Generation, ...]
+    keys: tuple[bytes, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The answer to ``reserve``: what became of each key."""
+
+    lease: Lease | None
+    granted: dict[bytes, PageId]
+    present: tuple[bytes, ...]
+    pending: tuple[bytes, ...]
+    evicted: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The answer to ``seal`` and ``commit``.
+
+    ``sealed`` are the pages that became readable with this call. ``pending`` are pages that have a
+    key but still miss a rank's commit. ``duplicates`` maps a page that was freed, because its key
+    was already readable, to the page that holds the key.
+    """
+
+    sealed: tuple[PageId, ...]
+    pending: tuple[PageId, ...]
+    duplicates: dict[PageId, PageId]

@@ -1,0 +1,205 @@
+"""Invariants 1 to 6, 8 and 9 hold in every story; and a core with a planted bug is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from sharedmirrord.core import hits, leases, machine
+from sharedmirrord.core.durable import Delete
+from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Session, State, Waiter
+from sharedmirrord.core.pages import PageTable
+from sharedmirrord.core.transitions import PageState
+from tests.daemon.core_story import CoreStory
+
+QUICK = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True)
+TestCore = CoreStory.TestCase
+TestCore.settings = settings(QUICK, max_examples=400, stateful_step_count=50)
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+BUGS: dict[str, tuple[str, Plant]] = {}
+"""Name of the bug to what the failure must say, and what plants it."""
+
+
+def bug(says: str) -> Callable[[Plant], Plant]:
+    def note(plant: Plant) -> Plant:
+        BUGS[plant.__name__] = says, plant
+        return plant
+
+    return note
+
+
+@bug("invariant [14]")
+def evidence_of_one_rank_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    def evident(lease: OpenLease) -> int:
+        bits = lease.open
+        for rank in list(lease.writers)[1:]:
+            bits &= lease.committed.get(rank, 0) | lease.drained.get(rank, 0)
+        return bits
+
+    patch.setattr(OpenLease, "evident", evident)
+
+
+@bug("invariant [146]")
+def a_closed_socket_counts_as_death(patch: pytest.MonkeyPatch) -> None:
+    life = machine._life
+
+    def wrong(state: State, event: Any, now: float, out: Effects) -> None:
+        life(state, machine.Gone(event.session) if isinstance(event, machine.Disconnected) else event, now, out)
+
+    patch.setattr(machine, "_life", wrong)
+
+
+@bug("invariant [14]")
+def an_ended_process_counts_as_proof(patch: pytest.MonkeyPatch) -> None:
+    ended = leases.writer_ended
+    patch.setattr(leases, "writer_ended", lambda state, session, certain, out: ended(state, session, True, out))
+
+
+@bug("invariant [14]")
+def time_counts_as_evidence(patch: pytest.MonkeyPatch) -> None:
+    expire = machine._expire
+
+    def wrong(state: State, now: float, out: Effects) -> None:
+        for lease in list(state.leases.values()):
+            if now - lease.since > 100:
+                lease.drained = dict.fromkeys(lease.writers, lease.full)
+                leases.revoke(state, lease, lease.open, out)
+                leases.settle(state, lease, out)
+        expire(state, now, out)
+
+    patch.setattr(machine, "_expire", wrong)
+
+
+@bug("invariant [14]")
+def drained_counts_for_pages_that_nobody_revoked(patch: pytest.MonkeyPatch) -> None:
+    drained = leases.drained
+
+    def wrong(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> None:
+        for number in arguments["leases"]:
+            lease = state.leases.get(number)
+            if lease is not None and session.rank is not None and lease.writers.get(session.rank) == session.id:
+                lease.drained[session.rank] = lease.full
+        drained(state, session, arguments, now, out)
+
+    patch.setattr(leases, "drained", wrong)
+
+
+@bug("invariant 3|records|problems|2: the free")
+def generations_begin_again(patch: pytest.MonkeyPatch) -> None:
+    discard = PageTable.discard
+
+    def wrong(table: PageTable, page: int) -> None:
+        discard(table, page)
+        table.generations[page] = 0
+
+    patch.setattr(PageTable, "discard", wrong)
+
+
+@bug("invariant 6|6: pinned")
+def pins_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        PageTable,
+        "_evictable",
+        lambda table, page: table.states[page] == PageState.SEALED and not table._children[page],
+    )
+
+
+@bug("invariant 6")
+def pins_end_with_the_release(patch: pytest.MonkeyPatch) -> None:
+    settle = hits.settle
+
+    def wrong(state: State, hit: OpenHit, out: Effects) -> bool:
+        hit.awaited.clear()
+        return settle(state, hit, out)
+
+    patch.setattr(hits, "settle", wrong)
+
+
+@bug("invariant 6")
+def pins_end_with_their_holder(patch: pytest.MonkeyPatch) -> None:
+    def wrong(state: State, session: Session, out: Effects) -> None:
+        for number in list(session.hits):
+            hit = state.hits[number]
+            session.hits.discard(number)
+            hit.released, hit.awaited = True, set()
+            hits.settle(state, hit, out)
+
+    patch.setattr(hits, "holder_ended", wrong)
+
+
+@bug("invariant [15]")
+def one_ranks_commit_counts_for_all(patch: pytest.MonkeyPatch) -> None:
+    def complete(lease: OpenLease) -> int:
+        bits = 0
+        for committed in lease.committed.values():
+            bits |= committed
+        return bits & lease.open
+
+    patch.setattr(OpenLease, "complete", complete)
+
+
+@bug("invariant [15]|problems|5: key")
+def a_key_is_bound_twice(patch: pytest.MonkeyPatch) -> None:
+    class Forgetful(dict[bytes, int]):
+        def get(self, key: bytes, default: Any = None) -> Any:
+            return default
+
+    seal = PageTable.seal
+    settle = leases.settle
+
+    def wrong(state: State, lease: OpenLease, out: Effects) -> Any:
+        table = leases.table_of(state.pools[lease.pool])
+        kept = table.index
+        table.index = Forgetful(kept)
+        try:
+            return settle(state, lease, out)
+        finally:
+            table.index = dict(table.index)
+
+    patch.setattr(PageTable, "seal", seal)
+    patch.setattr(leases, "settle", wrong)
+
+
+@bug("invariant 8")
+def a_repeated_request_is_done_again(patch: pytest.MonkeyPatch) -> None:
+    answer = machine._answer
+
+    def wrong(state: State, session: Session, waiter: Waiter, body: dict[str, Any], out: Effects) -> None:
+        answer(state, session, waiter, body, out)
+        session.last_request = 0
+
+    patch.setattr(machine, "_answer", wrong)
+
+
+@bug("invariant [1589]")
+def a_revoked_lease_can_be_committed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(leases, "_usable", lambda state, lease, pages: leases._positions(lease, pages) & lease.open)
+
+
+@bug("invariant [159]|clear")
+def clear_forgets_what_is_pending(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hits, "revoke_keyed", lambda state, pool, out: None)
+
+
+@bug("records")
+def a_hit_is_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hits, "Put", lambda kind, number, value: Delete(kind, number))
+
+
+@bug("records")
+def freed_pages_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hits, "SetSlots", lambda pool, slots: Delete("slots", 0))
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    says, plant = BUGS[name]
+    plant(monkeypatch)
+    few = settings(QUICK, max_examples=300, stateful_step_count=50, phases=[Phase.generate], derandomize=True)
+    with pytest.raises(AssertionError, match=says):
+        run_state_machine_as_test(CoreStory, settings=settings(few, report_multiple_bugs=False))
