@@ -1,4 +1,4 @@
-"""The ``sharedmirror`` command: ``status`` and ``demo``.
+"""The ``sharedmirror`` command: ``status``, ``demo`` and ``gc``.
 
 ``status`` answers within 0.3 s, so nothing here imports torch or numpy, and rich only when it draws.
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import sys
 import time
 from typing import Annotated, Any
@@ -132,6 +133,17 @@ def demo(
     from sharedmirror.demo.run import run
 
     raise typer.Exit(run(Console(), device=device.value))
+
+
+@app.command()
+def gc(
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove what is dead. Without it, nothing is touched.")
+    ] = False,
+) -> None:
+    """List what dead daemons of this user left in shared memory; with --remove, remove it."""
+    # The rule for it is the daemon's, and this package does not import the daemon.
+    os.execv(sys.executable, [sys.executable, "-m", "sharedmirrord.gc", *(["--remove"] if remove else [])])
 
 
 def main() -> None:

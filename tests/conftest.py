@@ -127,6 +127,10 @@ class Daemon:
     def segments(self) -> list[str]:
         return [name for name in os.listdir("/dev/shm") if self._instance and self._instance[:12] in name]
 
+    def session_files(self) -> list[str]:
+        """Return the names of the files that prove sessions' ends."""
+        return sorted(path.name for path in Path(f"{self.socket}.sessions").rglob("*") if path.is_file())
+
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, wait for the end and return the exit code."""
         if self.process.poll() is None:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from sharedmirror import paths
 from sharedmirror.errors import EnvironmentFault, SharedMirrorError
 from sharedmirrord import entries, lifecycle, memory
-from sharedmirrord.arena import Segment
 from sharedmirrord.core.model import State
 from sharedmirrord.core.recover import recover
 from sharedmirrord.entries import StoreHeader
 from sharedmirrord.records import RecordStore
+from sharedmirrord.segment import Segment
 
 log = logging.getLogger("sharedmirrord")
 

@@ -23,11 +23,12 @@ import uvloop
 from sharedmirror import __version__, paths
 from sharedmirror.errors import SharedMirrorError, UsageError
 from sharedmirrord import adoption, lifecycle, memory
-from sharedmirrord.arena import Arena, Segment
+from sharedmirrord.arena import Arena
 from sharedmirrord.core.model import State
 from sharedmirrord.core.regions import ArenaSpace
 from sharedmirrord.entries import StoreHeader
 from sharedmirrord.records import RecordStore
+from sharedmirrord.segment import Segment
 from sharedmirrord.server import Server, Settings
 
 log = logging.getLogger("sharedmirrord")

@@ -63,18 +63,27 @@ class Storage(Protocol):
         """Return writable, populated bytes of a range; raises MemoryFault when there is no memory for it."""
         ...
 
+    def unmap(self, view: memoryview) -> None:
+        """Release a view that ``map`` returned, and its mapping; what was written stays."""
+        ...
+
 
 class Window:
     """One mapped range of the storage, and the only door through which it is written."""
 
-    __slots__ = ("_crc_into", "length", "offset", "view", "words")
+    __slots__ = ("_crc_into", "_mapped", "_storage", "length", "offset", "view", "words")
 
     def __init__(self, storage: Storage, offset: int, length: int) -> None:
         self.offset = offset
         self.length = length
-        self.view = storage.map(offset, length).cast("B")
+        self._storage = storage
+        self._mapped = storage.map(offset, length)
+        self.view = self._mapped.cast("B")
         if len(self.view) != length:
-            raise MemoryFault(f"only {len(self.view)} of the record store's {length} bytes at {offset} could be mapped")
+            mapped_bytes = len(self.view)
+            self.view.release()
+            storage.unmap(self._mapped)
+            raise MemoryFault(f"only {mapped_bytes} of the record store's {length} bytes at {offset} could be mapped")
         self.words = self.view.cast("Q")
         self._crc_into = _CRC.pack_into
 
@@ -98,8 +107,10 @@ class Window:
 
     def close(self) -> None:
         """Let go of the mapping; what was written stays."""
+        # The storage knows the view that it gave out, and its mapping goes only when no cast of it is left.
         self.words.release()
         self.view.release()
+        self._storage.unmap(self._mapped)
 
 
 class Heap:

@@ -35,6 +35,8 @@ LONG_RUN_BYTES = 32 << 10
 """From here on the fixed cost of one Python copy is small beside the copy itself."""
 PIECE_BYTES = 4 << 20
 """Longest single copy, so that the threads end together."""
+BATCH_BYTES = 1 << 20
+"""Copies are handed to a thread in batches, so that preparing them takes little time beside them."""
 PARALLEL_BYTES = 1 << 20
 """Waking a thread costs about as much as copying half of this."""
 SERIAL_WORDS = (32 << 10) - 1
@@ -46,6 +48,8 @@ MAX_THREADS = 8
 _WORDS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 Bytes = npt.NDArray[np.uint8]
+Batch = tuple[int, list[tuple[int, int, int]]]
+"""Rows in all, and (source row, target row, rows) of each copy."""
 Job = tuple[int, Callable[[], object]]
 """Bytes to move, and what moves them."""
 
@@ -129,10 +133,13 @@ class CpuEngine:
         runs = [array.tolist() for array in merge_runs(source, target)]
         mean_rows = len(target) / len(runs[0])
         gathers, scatters = _Runs(target, source), _Runs(source, target)
+        batches: dict[int, list[Batch]] = {}
         for plane in self._planes:
             worth = 2 * LONG_RUN_BYTES / plane.slice_bytes
             if mean_rows * plane.slice_bytes >= LONG_RUN_BYTES:
-                yield from _copies(*plane.bytes(to_host), runs)
+                if plane.slice_bytes not in batches:
+                    batches[plane.slice_bytes] = _batches(runs, plane.slice_bytes)
+                yield from _copies(*plane.bytes(to_host), batches[plane.slice_bytes])
             elif gathers.mean_rows >= worth:
                 yield from _gathers(*plane.words(to_host), gathers, plane.slice_bytes)
             elif scatters.mean_rows >= worth:
@@ -168,20 +175,40 @@ class _Runs:
                 yield start + piece - low, self.others[piece : min(piece + step, high)]
 
 
-def _copies(source: Bytes, target: Bytes, runs: list[list[int]]) -> Iterator[Job]:
-    width = source.shape[1]
+def _batches(runs: list[list[int]], width: int) -> list[Batch]:
+    """Return (rows, [(source row, target row, rows), ...]) for batches of about BATCH_BYTES."""
     step = max(1, PIECE_BYTES // width)
-    part = min(width, PIECE_BYTES)
+    enough = max(1, BATCH_BYTES // width)
+    batches: list[Batch] = []
+    held: list[tuple[int, int, int]] = []
+    held_rows = 0
     for source_row, target_row, rows in zip(*runs, strict=True):
         for at in range(0, rows, step):
             count = min(step, rows - at)
-            taken, given = source[source_row + at :][:count], target[target_row + at :][:count]
-            for low in range(0, width, part):
-                yield _copy(taken[:, low : low + part], given[:, low : low + part])
+            held.append((source_row + at, target_row + at, count))
+            held_rows += count
+            if held_rows >= enough:
+                batches.append((held_rows, held))
+                held, held_rows = [], 0
+    if held:
+        batches.append((held_rows, held))
+    return batches
 
 
-def _copy(source: Bytes, target: Bytes) -> Job:
-    return source.size, lambda: np.copyto(target, source)
+def _copies(source: Bytes, target: Bytes, batches: list[Batch]) -> Iterator[Job]:
+    width = source.shape[1]
+    for low in range(0, width, PIECE_BYTES):
+        part = slice(low, min(low + PIECE_BYTES, width))
+        for rows, batch in batches:
+            yield rows * (part.stop - low), _copy(source[:, part], target[:, part], batch)
+
+
+def _copy(source: Bytes, target: Bytes, batch: list[tuple[int, int, int]]) -> Callable[[], object]:
+    def copy() -> None:
+        for source_row, target_row, rows in batch:
+            target[target_row : target_row + rows] = source[source_row : source_row + rows]
+
+    return copy
 
 
 def _gathers(source: torch.Tensor, target: torch.Tensor, runs: _Runs, slice_bytes: int) -> Iterator[Job]:

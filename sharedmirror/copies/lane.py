@@ -59,10 +59,6 @@ class IdRing:
         self._used += self._room
         self._room = 0
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the device's memory from others, once the ring is dropped, until the stream is through."""
-        self._on_device.record_stream(stream)
-
     def events(self) -> list[torch.cuda.Event]:
         """Return the events of all calls that may be under way."""
         return [event for event, _ in self._under_way]
@@ -83,10 +79,6 @@ class Lane:
         self._join = driver.create_stream()
         self._mark = driver.create_event()
         self._outer = {raw: torch.cuda.ExternalStream(raw, device=device) for raw in (*self._streams, self._join)}
-        for stream in self._outer.values():
-            # Should the engine be dropped, the memory is not given to others before the streams are through.
-            self._staging.record_stream(stream)
-            self.ids.record_stream(stream)
 
     def take(self, chunks: int) -> list[int]:
         """Return the streams of the next chunks, in a circle as long as there are slots in use."""

@@ -70,6 +70,7 @@ def test_engines_agree_with_the_reference(
 ) -> None:
     monkeypatch.setattr(cpu, "PIECE_BYTES", 50000)
     monkeypatch.setattr(cpu, "PARALLEL_BYTES", 1)
+    monkeypatch.setattr(cpu, "BATCH_BYTES", 100000)
     monkeypatch.setattr(cpu, "BUFFER_BYTES", 20000)
     geometry, memory = planes(layout, sizes, device_pad)
     model_geometry, model = planes(layout, sizes, device_pad)

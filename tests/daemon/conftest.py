@@ -21,7 +21,11 @@ class Raw:
     def __init__(self, path: str) -> None:
         self.sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
         self.sock.settimeout(PATIENCE_S)
-        self.sock.connect(path)
+        try:
+            self.sock.connect(path)
+        except OSError:
+            self.sock.close()
+            raise
         self._decoder = wire.FrameDecoder()
         self._frames: list[dict[str, Any]] = []
 

@@ -109,12 +109,7 @@ def test_a_mapping_alone_keeps_the_lock_and_is_found(hold: Callable[..., Held]) 
     held = hold("maps")
     assert held.process.pid in held.watch.holders()
     assert "lock" in held.watch.missing()
-    assert hold_none(held.watch)
-
-
-def hold_none(watch: proof.LifeWatch) -> bool:
-    """Whether this process, which maps nothing, is told apart."""
-    return os.getpid() not in watch.holders()
+    assert os.getpid() not in held.watch.holders()
 
 
 def test_the_session_file_is_private_and_goes_with_the_watch(tmp_path: Path, nothing_left: None) -> None:
@@ -196,7 +191,7 @@ def test_a_killed_workers_pages_are_free_again(
             assert hit.pages == done.pages
         with pytest.raises(RanksMissing):
             client.lease(1)
-    assert os.listdir(f"{shared_daemon.socket}.sessions") == []
+    assert shared_daemon.session_files() == []
 
 
 @pytest.mark.parametrize(("kind", "missing"), [("keeps", ["socket", "lock"]), ("maps", ["lock"])])
@@ -209,7 +204,7 @@ def test_a_live_fork_quarantines_and_is_named_until_it_exits(
         worker.commit(committed)
         fork = worker.fork(kind)
         worker.kill()
-        status = shared_daemon.wait_status(lambda s: session_of(s, worker).get("holders") == [fork], "the fork is named")
+        status = shared_daemon.wait_status(lambda s: session_of(s, worker).get("holders") == [fork], "it is named")
         session = session_of(status, worker)
         assert (session["state"], session["missing"]) == ("dead", missing)
         (entry,) = [entry for entry in status["quarantine"] if entry["pool"] == name]
@@ -405,5 +400,5 @@ def test_many_deaths_leave_nothing(start: Starter, processes: Processes) -> None
             worker.end_fork(fork)
     daemon.wait_pages("default", free=8, quarantined=0)
     daemon.wait_status(lambda status: status["sessions"] == [])
-    assert os.listdir(f"{daemon.socket}.sessions") == []
+    assert daemon.session_files() == []
     assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before + 4

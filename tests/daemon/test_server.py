@@ -261,7 +261,7 @@ def test_only_the_last_hundred_ends_are_told(start: Starter) -> None:
     ended = daemon.status()["ended"]
     assert len(ended) == 100
     assert [entry["id"] for entry in ended] == sorted((entry["id"] for entry in ended), reverse=True)
-    assert os.listdir(f"{daemon.socket}.sessions") == []
+    assert daemon.session_files() == []
 
 
 # --- pools

@@ -1,0 +1,278 @@
+"""Benchmarks without a GPU: copies against memcpy, control calls, attach, status, the daemon's own cost.
+
+Every figure stands beside a limit measured in the same run: memcpy of equal bytes for copies, an empty
+round trip over a bare Unix socket for calls. Figures are medians.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sharedmirror import PlaneSpec, PoolLayout, SharedHostMirror, connect
+from sharedmirror.adapter import DevicePool
+from sharedmirror.channel import Channel
+from sharedmirror.types import Role
+
+MIB, GIB = 1 << 20, 1 << 30
+PLANES = 16
+PAGE_SIZE = 16
+
+
+def median(work: Callable[[], object], runs: int = 9, warmup: int = 2) -> float:
+    for _ in range(warmup):
+        work()
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@dataclass
+class Daemon:
+    process: subprocess.Popen[bytes]
+    socket: str
+    ready_s: float
+
+
+@contextmanager
+def daemon(size: str, *options: str) -> Iterator[Daemon]:
+    with tempfile.TemporaryDirectory(prefix="sharedmirror-bench-") as directory:
+        path = str(Path(directory) / "daemon.sock")
+        command = [sys.executable, "-m", "sharedmirrord", "--memory", size, "--socket", path, *options]
+        start = time.perf_counter()
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            while not _ready(path):
+                time.sleep(0.005)
+            yield Daemon(process, path, time.perf_counter() - start)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=30)
+
+
+def _ready(path: str) -> bool:
+    try:
+        with Channel.open(path, role=Role.OBSERVER, timeout_s=1) as channel:
+            return bool(channel.call("status")["status"]["daemon"]["state"] == "ready")
+    except Exception:
+        return False
+
+
+def table(title: str, head: list[str], rows: list[list[str]]) -> None:
+    print(f"\n### {title}\n")
+    print("| " + " | ".join(head) + " |")
+    print("|" + " --- |" * len(head))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+# -- copies --------------------------------------------------------------------------------------
+
+
+def device_pool(slice_bytes: int, pages: int) -> DevicePool:
+    row = slice_bytes // PAGE_SIZE
+    layout = PoolLayout(tuple(PlaneSpec(f"p{i}", row, PAGE_SIZE) for i in range(PLANES)), PAGE_SIZE)
+    tensors = [torch.randint(0, 255, (pages * PAGE_SIZE, row), dtype=torch.uint8) for _ in range(PLANES)]
+    return DevicePool(layout, tensors)
+
+
+def copies() -> None:
+    with daemon("1GiB", "--pin", "none") as served:
+        sizes = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+        rows = [_copies_of(served.socket, layout, size) for layout in ("page", "slab") for size in sizes]
+    table(
+        f"Copies on the CPU ({PLANES} planes, scattered pages), as a share of memcpy of equal bytes",
+        ["layout", "page", "store", "load", "loop of copy_, store", "memcpy"],
+        rows,
+    )
+
+
+def _copies_of(path: str, layout: str, page_bytes: int) -> list[str]:
+    moved = 128 * MIB
+    count = moved // page_bytes
+    slice_bytes = page_bytes // PLANES
+    pool = device_pool(slice_bytes, count)
+    name = f"{layout}-{page_bytes}"
+    with SharedHostMirror(pool, count, socket=path, name=name, layout=layout) as mirror:
+        order = torch.randperm(count).tolist()
+        pairs = list(zip(torch.randperm(count).tolist(), order, strict=True))
+        source, target = torch.zeros(moved, dtype=torch.uint8), torch.zeros(moved, dtype=torch.uint8)
+
+        def memcpy() -> None:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), moved)
+
+        def loop() -> None:
+            for device, host in mirror.tensor_pairs:
+                rows = device.view(count, -1)
+                mirrored = host.view(count, -1) if layout == "slab" else host.flatten(1)
+                for page, frame in pairs:
+                    mirrored[frame].copy_(rows[page])
+
+        store = median(lambda: mirror.store_pages(pairs, None))
+        limit = median(memcpy)
+        load = median(lambda: mirror.load_pages(pairs, None))
+        seed = median(loop, runs=3, warmup=1)
+    return [
+        layout,
+        f"{page_bytes >> 10} KiB",
+        f"{limit / store:.2f}",
+        f"{limit / load:.2f}",
+        f"{limit / seed:.2f}",
+        f"{moved / limit / 1e9:.1f} GB/s",
+    ]
+
+
+# -- control -------------------------------------------------------------------------------------
+
+
+def _echo(sock: socket.socket) -> None:
+    while data := sock.recv(65536):
+        sock.sendall(data)
+
+
+def bare_round_trip() -> float:
+    """Seconds of one round trip between two processes over a bare socket pair."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        _echo(theirs)
+        os._exit(0)
+    theirs.close()
+
+    def once() -> None:
+        ours.sendall(b"x" * 32)
+        ours.recv(64)
+
+    found = median(once, runs=2000, warmup=200)
+    ours.close()
+    os.waitpid(child, 0)
+    return found
+
+
+def _worker(path: str, rank: int, ready: threading.Barrier, box: list[Channel | None]) -> None:
+    channel = Channel.open(path, role=Role.WORKER)
+    planes = [["k", rank, 2, 4096, 16]]
+    channel.call(
+        "attach", pool="control", tag="", engine="0", launch=None, rank=rank, world_size=2, page_size=16, layout="page",
+        kind="leased", num_host_pages=10_000, frames_per_page=1, planes=planes, wait_s=10,
+    )  # fmt: skip
+    box[rank] = channel
+    ready.wait()
+
+
+def control() -> None:
+    with daemon("256MiB", "--pin", "none") as served:
+        box: list[Channel | None] = [None, None]
+        ready = threading.Barrier(3)
+        for rank in (0, 1):
+            threading.Thread(target=_worker, args=(served.socket, rank, ready, box), daemon=True).start()
+        ready.wait()
+        workers = [channel for channel in box if channel is not None]
+        bare = bare_round_trip()
+        with connect(served.socket, name="control") as client:
+            empty = median(lambda: client.contains([]), runs=2000, warmup=200)
+            keys = [os.urandom(32) for _ in range(256)]
+            cycle = median(lambda: _cycle(client, workers), runs=60, warmup=40)
+            _fill(client, workers, keys)
+            lookup = median(lambda: client.lookup(keys), runs=300, warmup=20)
+        status = median(lambda: _status(served.socket), runs=9, warmup=2)
+        resident = _resident_mib(served.process.pid)
+        for channel in workers:
+            channel.call("detach", unmapped=True)
+            channel.close()
+    rows = [
+        ["empty round trip", f"{empty * 1e6:.0f} us", f"{empty / bare:.1f}", "100 us"],
+        ["lookup, 256 hits", f"{lookup * 1e6:.0f} us", f"{lookup / bare:.1f}", "250 us"],
+        ["lease + 2 ranks' commits + seal, 256 pages", f"{cycle * 1e3:.2f} ms", f"{cycle / bare:.0f}", "2 ms"],
+        ["`sharedmirror status`, exec to exit", f"{status:.2f} s", f"{status / bare:.0f}", "0.3 s"],
+        ["daemon, resident besides the arena", f"{resident:.0f} MiB", "", "60 MiB"],
+    ]
+    table(
+        f"Control (bare round trip in the same run: {bare * 1e6:.0f} us)",
+        ["what", "median", "bare round trips", "to reach"],
+        rows,
+    )
+
+
+def _cycle(client: object, workers: list[Channel]) -> None:
+    _fill(client, workers, [os.urandom(32) for _ in range(256)])
+
+
+def _fill(client: object, workers: list[Channel], keys: list[bytes]) -> None:
+    lease = client.lease(len(keys))  # type: ignore[attr-defined]
+    for channel in workers:
+        channel.call("commit", lease=lease.id)
+    client.seal(lease, keys)  # type: ignore[attr-defined]
+
+
+def _status(path: str) -> None:
+    command = [str(Path(sys.executable).with_name("sharedmirror")), "status", "--socket", path]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _resident_mib(pid: int) -> float:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile")) / 1024
+
+
+# -- start ---------------------------------------------------------------------------------------
+
+
+def start() -> None:
+    with daemon("1GiB", "--pin", "none") as served:
+        ready_s = served.ready_s
+        pool = device_pool(64 << 10, 64)
+        pages = 700 * MIB // (64 << 10) // PLANES
+        begin = time.perf_counter()
+        mirror = SharedHostMirror(pool, pages, socket=served.socket, name="attach", layout="page")
+        attach_s = time.perf_counter() - begin
+        attached_bytes = mirror.bytes_per_host_page() * pages
+        mirror.close()
+    with daemon("2MiB", "--pin", "none") as served:
+        least_s = served.ready_s
+    fill_s = median(lambda: torch.empty(GIB, dtype=torch.uint8).fill_(1), runs=3, warmup=0)
+    rows = [
+        ["daemon ready, 2 MiB", f"{least_s:.2f} s", "", "1 s besides prefaulting"],
+        ["daemon ready, 1 GiB", f"{ready_s:.2f} s", f"{(ready_s - least_s) / fill_s:.2f}", ""],
+        [
+            "attach, per GiB",
+            f"{attach_s * GIB / attached_bytes:.4f} s",
+            f"{attach_s * GIB / attached_bytes / fill_s:.4f}",
+            "",
+        ],
+    ]
+    table("Start", ["what", "time", "of filling 1 GiB of fresh memory", "to reach"], rows)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    cores = len(os.sched_getaffinity(0))
+    print(
+        f"{platform.machine()}, {cores} cores, Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+    )
+    copies()
+    control()
+    start()
+
+
+if __name__ == "__main__":
+    main()
