@@ -44,6 +44,10 @@ class ChannelLike(Protocol):
         """Send a request and return its answer."""
         ...
 
+    def check_usable(self) -> None:
+        """Raise ForkedError, ClosedError or InstanceChanged where the connection is of no more use."""
+        ...
+
     def listen(self, then: Callable[[], float | None] | None = None) -> None:
         """Start the thread that takes pushes; it runs ``then`` after each."""
         ...
@@ -86,6 +90,8 @@ class Attachment:
         self._farewell = _Farewell(self.channel)
         try:
             self.pool, self.num_host_pages, self.placements = _read(reply)
+            self.before = reply
+            """The attach reply: it also tells which leases and hits from before are not for this rank."""
             for region in reply["regions"]:
                 extents = [(int(arena), int(offset), int(length)) for arena, offset, length in region["extents"]]
                 self.regions.append(RegionMapping(self.channel.arena_fds, extents, self._farewell.region_gone))

@@ -134,6 +134,7 @@ class SharedHostMirror:
         self._pairs = tuple(pairs)
         self._engine = _make_engine(geometry)
         ledger = Ledger(place.pool, place.num_host_pages)
+        ledger.forestall(place.before)
         self._commits = CommitQueue(place.channel, ledger)
         with self._push_lock:
             self._ledger = ledger
@@ -206,6 +207,7 @@ class SharedHostMirror:
             raise WrongPoolKind(
                 f"{call} is a raw copy, and this pool is leased; use store(lease, ...) and load(hit, ...)"
             )
+        self._attachment.channel.check_usable()
         if self._static_over:
             raise StaleLease("the daemon took this static pool back; close the mirror")
         return self._engine
@@ -266,6 +268,7 @@ class SharedHostMirror:
     def _ledger_of(self, call: str) -> Ledger:
         if self._kind is not PoolKind.LEASED or self._ledger is None:
             raise WrongPoolKind(f"{call} needs a leased pool, and this one is static; use store_pages and load_pages")
+        self._attachment.channel.check_usable()
         return self._ledger
 
     def _pages_of(self, frames: Ids) -> set[int]:

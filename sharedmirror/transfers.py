@@ -195,6 +195,14 @@ class Ledger:
         self._owed_pages: dict[int, set[int]] = {}
         self._reported: deque[int] = deque(maxlen=_REPORTED_REVOCATIONS)
 
+    def forestall(self, reply: Mapping[str, Any]) -> None:
+        """Refuse, at the time of attach, leases granted without this rank and hits that are being released."""
+        with self._lock:
+            self._revoked.update(reply.get("revoked", ()))
+            self._released.update(reply.get("released", ()))
+            self._lease_floor = int(reply.get("lease_floor", 0))
+            self._hit_floor = int(reply.get("hit_floor", 0))
+
     def begin_store(self, lease: Lease, pages: Iterable[int]) -> Transfer:
         """Enter a store into ``pages``; raises StaleLease or PageError, and enters nothing then."""
         wanted = frozenset(pages)

@@ -180,13 +180,13 @@ class Starter:
         socket: str | None = None,
         state: str | None = "ready",
         before: Sequence[str] = (),
-        command: Sequence[str] = ("-m", "sharedmirrord"),
         environment: dict[str, str] | None = None,
     ) -> Daemon:
         """Start a daemon and wait for ``state``; ``before`` is a command line in front of the interpreter's."""
         path = socket or self.path()
         log = self.directory / f"log{len(self.daemons)}"
-        line = [*before, sys.executable, *command, "--memory", memory, "--pin", pin, "--socket", path, *arguments]
+        line = [*before, sys.executable, "-m", "sharedmirrord", "--memory", memory, "--pin", pin, "--socket", path]
+        line += arguments
         with open(log, "wb") as stderr:
             process = subprocess.Popen(line, stderr=stderr, env=self.environment(**(environment or {})))
         daemon = Daemon(path, process, log)

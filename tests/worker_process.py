@@ -43,11 +43,10 @@ class Process:
 
     def drain(self) -> None:
         """Answer what was pushed, as a worker without copies under way does."""
-        if self.answers:
-            pushes, self.pushes[:] = list(self.pushes), []
-            for push in pushes:
-                pages = [[push["lease"], push["pages"]]] if push["push"] == "revoked_pages" else []
-                self.channel.call("drained", leases=push.get("leases", []), hits=push.get("hits", []), pages=pages)
+        while self.answers and self.pushes:
+            push = self.pushes.pop(0)
+            pages = [[push["lease"], push["pages"]]] if push["push"] == "revoked_pages" else []
+            self.channel.call("drained", leases=push.get("leases", []), hits=push.get("hits", []), pages=pages)
 
     def do(self, command: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = getattr(self, "do_" + command.pop("do"))(**command)

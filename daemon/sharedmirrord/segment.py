@@ -147,7 +147,7 @@ class Segment:
             return
         index = next((index for index, (_, mapped) in enumerate(self._maps) if mapped is view), None)
         if index is None:
-            raise UsageError(f"a view of {view.nbytes} bytes cannot be unmapped: {self.name} does not have it mapped")
+            raise UsageError(f"this view cannot be unmapped: it is none that {self.name} has mapped now")
         _release(*self._maps.pop(index))
 
     def close(self) -> None:

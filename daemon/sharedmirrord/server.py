@@ -85,6 +85,8 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._started = time.monotonic()
         self._stopped = asyncio.Event()
+        # Opened now: status answers also when descriptors have run out.
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._unsaved: list[Effects] = []
         self._listener: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -459,7 +461,7 @@ class Server:
                 "pinned_bytes": arena.pinned_bytes,
                 "huge_page_share": arena.huge_page_share(),
                 "keep": self.settings.keep,
-                "rss_bytes": _resident_bytes(),
+                "rss_bytes": _resident_bytes(self._statm),
             },
             "arena": {
                 "bytes_total": arena.size_bytes,
@@ -471,8 +473,7 @@ class Server:
         }
 
 
-def _resident_bytes() -> int:
+def _resident_bytes(statm: int) -> int:
     """Resident memory of this process, the arena's pages (shared memory) not counted."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        _size, resident, shared = statm.read().split()[:3]
+    _size, resident, shared = os.pread(statm, 256, 0).split()[:3]
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

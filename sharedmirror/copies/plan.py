@@ -13,7 +13,7 @@ all arithmetic is 64-bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,6 +25,9 @@ from sharedmirror.copies.view import TILE_BYTES, Addresses, Band, Piece, View
 
 __all__ = ["Copies", "Route", "Staged", "choose_route", "plan_plain", "plan_staged"]
 
+CHUNKS = 8
+"""A call is cut into at least so many chunks: the first and the last are on one side only, the rest overlap."""
+LEAST_CHUNK_BYTES = 1 << 20
 SMALL_BYTES = 6 << 20
 """Up to here the kernel moves straight between device and host: the lowest latency, and over in 0.1 ms."""
 PLAIN_BYTES = 1 << 20
@@ -52,8 +55,9 @@ def choose_route(addresses: Addresses, pages: Ids, frames: Ids) -> Route:
     """Return the route for these pages, from the layout, the number of bytes and the length of runs."""
     if len(pages) * addresses.page_bytes <= SMALL_BYTES:
         return Route.DIRECT
-    runs = len(merge_runs(pages, frames)[0])
     tight = (addresses.device_stride == addresses.slice_bytes) & (addresses.host_stride == addresses.slice_bytes)
+    # In the order given: whoever has runs names them in order, and sorting would cost more than it finds.
+    runs = 1 + int(np.count_nonzero((pages[1:] - pages[:-1] != 1) | (frames[1:] - frames[:-1] != 1)))
     stretch = np.where(tight, addresses.slice_bytes * len(pages) // runs, addresses.slice_bytes)
     return Route.PLAIN if int(stretch.min()) >= PLAIN_BYTES else Route.STAGED
 
@@ -92,8 +96,9 @@ def plan_staged(
     """Cut a call into chunks that each fit one of the slots, which lie at the addresses ``slots``."""
     order = np.argsort(frames, kind="stable")
     pages, frames = pages[order], frames[order]
-    per_chunk = _pages_per_chunk(view, frames, slot_bytes)
-    pieces = view.pieces(slot_bytes // per_chunk)
+    chunk_bytes = _chunk_bytes(view.groups[-1] * len(pages), slot_bytes)
+    per_chunk = _pages_per_chunk(view, frames, chunk_bytes)
+    pieces = view.pieces(chunk_bytes // per_chunk)
     blocks = -(-len(pages) // per_chunk)
     counts = np.full(blocks, per_chunk, np.int64)
     counts[-1] = len(pages) - (blocks - 1) * per_chunk
@@ -104,7 +109,7 @@ def plan_staged(
         for at, piece in enumerate(pieces)
         for band in piece.bands
     ]
-    table, chunk = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    table, chunk = (np.concatenate(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     ends = np.cumsum(np.bincount([piece.group for piece in pieces], minlength=len(view.groups) - 1)) * blocks
     return Staged(
         pages,
@@ -114,14 +119,20 @@ def plan_staged(
     )
 
 
-def _pages_per_chunk(view: View, frames: Ids, slot_bytes: int) -> int:
+def _chunk_bytes(total_bytes: int, slot_bytes: int) -> int:
+    """Return the size of a chunk; powers of two, so that a view is cut into pieces in few ways."""
+    wanted = max(LEAST_CHUNK_BYTES, total_bytes // CHUNKS)
+    return slot_bytes if wanted >= slot_bytes else min(slot_bytes, 1 << (wanted.bit_length() - 1))
+
+
+def _pages_per_chunk(view: View, frames: Ids, chunk_bytes: int) -> int:
     """Return how many pages share a chunk: as many as fit, or more where that makes wider rows of long runs."""
     widest = max(high - low for low, high in zip(view.groups[:-1], view.groups[1:], strict=True))
-    fitting = max(1, slot_bytes // widest)
+    fitting = max(1, chunk_bytes // widest)
     width = view.groups[-1] // len(view.records)
-    run = len(frames) / (1 + int(np.count_nonzero(np.diff(frames) != 1)))
-    wide = min(int(run), -(-ROW_BYTES // width), slot_bytes // (4 * TILE_BYTES))
-    # Powers of two, so that a view is cut into pieces in few ways.
+    wide = min(-(-ROW_BYTES // width), chunk_bytes // (4 * TILE_BYTES))
+    if wide > fitting:
+        wide = min(wide, len(frames) // (1 + int(np.count_nonzero(frames[1:] - frames[:-1] != 1))))
     return fitting if wide <= fitting else 1 << (wide.bit_length() - 1)
 
 
@@ -152,10 +163,12 @@ class _Runs:
         """Return the runs of sorted frames."""
         position = np.arange(len(frames), dtype=np.int64)
         new = np.ones(len(frames), dtype=bool)
-        new[1:] = (np.diff(frames) != 1) | (position[1:] % per_block == 0)
+        new[1:] = frames[1:] - frames[:-1] != 1
+        new[::per_block] = True
         start = position[new]
-        block = start // per_block
-        return cls(start, block, start - block * per_block, frames[start], np.diff(start, append=len(frames)))
+        block, length = start // per_block, np.empty_like(start)
+        length[:-1], length[-1] = start[1:] - start[:-1], len(frames) - start[-1]
+        return cls(start, block, start - block * per_block, frames[start], length)
 
     def singles(self) -> _Runs:
         """Return the runs cut into single frames."""
@@ -209,25 +222,30 @@ def plan_plain(addresses: Addresses, view: View, pages: Ids, frames: Ids) -> Cop
 
 def _arrange(table: Ids, chunk: Ids, chunks: int, edges: Ids) -> Copies:
     """Bring copies into the form that the driver takes, and into the order of the chunks."""
-    solid = (table[:, 3] > 1) & (table[:, 4] == table[:, 2]) & (table[:, 5] == table[:, 2])
-    table[solid, 2] *= table[solid, 3]
-    table[solid, 3] = 1
     rows = table[:, 3]
-    split = (rows > 1) & ((rows <= FEW_ROWS) | (table[:, 4] > MAX_PITCH) | (table[:, 5] > MAX_PITCH))
-    split |= _crossing(table, edges) & (rows > 1)
-    if split.any():
-        single, owner = _single_rows(table[split])
-        table = np.concatenate([table[~split], single])
-        chunk = np.concatenate([chunk[~split], chunk[split][owner]])
-    crossing = _crossing(table, edges)
-    if crossing.any():
-        parts, owner = _split_at(table[crossing], edges)
-        table = np.concatenate([table[~crossing], parts])
-        chunk = np.concatenate([chunk[~crossing], chunk[crossing][owner]])
+    if int(rows.max()) > 1:
+        solid = (table[:, 4] == table[:, 2]) & (table[:, 5] == table[:, 2])
+        table[solid, 2] *= rows[solid]
+        rows[solid] = 1
+        split = (rows <= FEW_ROWS) | (table[:, 4] > MAX_PITCH) | (table[:, 5] > MAX_PITCH) | _crossing(table, edges)
+        table, chunk = _replace(table, chunk, split & (rows > 1), _single_rows)
+    table, chunk = _replace(table, chunk, _crossing(table, edges), lambda crossing: _split_at(crossing, edges))
     key = 2 * chunk + (table[:, 3] > 1)
-    order = np.argsort(key, kind="stable")
-    marks = np.searchsorted(key[order], np.arange(2 * chunks + 1))
-    return Copies(table[order], marks[::2], marks[1::2])
+    if (key[1:] < key[:-1]).any():
+        order = np.argsort(key, kind="stable")
+        table, key = table[order], key[order]
+    marks = np.searchsorted(key, np.arange(2 * chunks + 1))
+    return Copies(table, marks[::2], marks[1::2])
+
+
+def _replace(
+    table: Ids, chunk: Ids, which: npt.NDArray[np.bool_], cut: Callable[[Ids], tuple[Ids, Ids]]
+) -> tuple[Ids, Ids]:
+    """Cut some copies into several; ``cut`` returns those, and the index of the copy each came from."""
+    if not which.any():
+        return table, chunk
+    parts, owner = cut(table[which])
+    return np.concatenate([table[~which], parts]), np.concatenate([chunk[~which], chunk[which][owner]])
 
 
 def _count_up(lengths: Ids) -> Ids:
@@ -247,7 +265,7 @@ def _crossing(table: Ids, edges: Ids) -> npt.NDArray[np.bool_]:
 
 
 def _single_rows(table: Ids) -> tuple[Ids, Ids]:
-    """Return each row of 2D copies as a copy of its own, and the index of the copy it came from."""
+    """Return each row of 2D copies as a copy of its own."""
     owner = np.repeat(np.arange(len(table), dtype=np.int64), table[:, 3])
     row = _count_up(table[:, 3])
     single = table[owner]

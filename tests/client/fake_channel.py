@@ -104,6 +104,9 @@ class FakeChannel:
             return {"sealed": arguments["pages"] or [], "pending": [], "duplicates": []}
         return {}
 
+    def check_usable(self) -> None:
+        pass
+
     def listen(self, then: Callable[[], float | None] | None = None) -> None:
         self.then = then
 

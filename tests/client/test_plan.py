@@ -15,6 +15,7 @@ from sharedmirror.copies.pairs import Ids
 from sharedmirror.copies.plan import (
     MAX_PITCH,
     PLAIN_BYTES,
+    ROW_BYTES,
     SMALL_BYTES,
     Copies,
     Route,
@@ -208,10 +209,13 @@ def test_a_slab_page_is_one_copy_with_a_row_per_plane() -> None:
 
 
 def test_long_runs_make_wide_rows() -> None:
-    world = build([1024] * 64, 0, "slab", 200, 200, list(range(200)), list(range(200)))
-    view = build_view(world.addresses, [list(range(64))])
-    plan = plan_staged(view, world.pages[::-1], world.frames, [1 << 40], 8 << 20, 0, world.addresses.edges)
-    assert plan.copies.table[:, 2].min() >= 64 << 10
+    size = np.full(64, 4096, np.int64)
+    base = np.arange(64, dtype=np.int64) << 30
+    view = build_view(addresses := Addresses(base, size, size, base, size, np.zeros(0, np.int64)), [list(range(64))])
+    frames = np.arange(2048, dtype=np.int64)
+    plan = plan_staged(view, frames[::-1], frames, [1 << 40], 8 << 20, 0, addresses.edges)
+    assert plan.copies.table[:, 2].min() >= ROW_BYTES
+    assert len(plan.launches) == 64
 
 
 def test_the_number_of_copies_is_bounded_by_pages_and_chunks() -> None:

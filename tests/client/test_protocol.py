@@ -147,7 +147,7 @@ def test_pushes_keep_their_place_among_answers() -> None:
     protocol = greeted()
     protocol.request("commit", {})
     first, last = {"push": "revoked", "leases": [1]}, {"push": "released", "hits": [2]}
-    events = protocol.receive(b"".join(map(wire.encode, (first, {"id": 1, "sealed": []}, last))))
+    events = protocol.receive(wire.encode(first) + wire.encode({"id": 1, "sealed": []}) + wire.encode(last))
     assert events[0] == first and events[2] == last
     assert isinstance(events[1], Answer)
 

@@ -157,14 +157,28 @@ class CoreStory(CoreInvariants):
         self.ask(self.writer_of(lease, pick, own), "commit", lease=lease, pages=self.lease_pages(lease, some))
 
     @precondition(lambda self: any(s.rank is None for s in self.talking()))
-    @rule(pick=Pick, first=st.integers(0, 6), count=st.integers(1, 3), late=st.sampled_from([None, None, 0]))
-    def cache(self, pick: int, first: int, count: int, late: int | None) -> None:
-        """The whole way of an engine: reserve, then every rank commits; or all but one."""
+    @rule(
+        pick=Pick,
+        way=st.sampled_from(["reserve", "reserve", "seal"]),
+        first=st.integers(0, 6),
+        count=st.integers(1, 3),
+        late=st.sampled_from([None, None, 0]),
+    )
+    def cache(self, pick: int, way: str, first: int, count: int, late: int | None) -> None:
+        """The whole way of an engine, or all of it but the commits of one rank.
+
+        ``reserve`` asks what is there already; ``lease`` and ``seal`` do not, and make duplicates.
+        """
         session = _one([s for s in self.talking() if s.rank is None], pick)
         before = set(self.model.leases)
-        parent = KEYS[first - 1] if first else None
-        self.ask(session, "reserve", keys=KEYS[first : first + count], parent=parent, wait_s=0)
+        keys, parent = KEYS[first : first + count], KEYS[first - 1] if first else None
+        if way == "reserve":
+            self.ask(session, "reserve", keys=keys, parent=parent, wait_s=0)
+        else:
+            self.ask(session, "lease", n=len(keys), wait_s=0)
         for number in self.model.leases.keys() - before:
+            if way == "seal":
+                self.ask(session, "seal", lease=number, keys=keys, pages=None, parent=parent)
             self.commit_as_all(list(self.model.leases).index(number), late)
 
     @precondition(lambda self: self.model.leases)

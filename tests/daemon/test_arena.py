@@ -1,224 +1,47 @@
-"""Segments and the arena, on real shared memory.
-
-A full /dev/shm, huge pages and a refused mlock are had in child processes, which have a mount
-namespace or a uid of their own.
-"""
+"""The arena, on real shared memory: prefault, pins, huge pages and adoption."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import gc
-import itertools
-import json
 import logging
 import os
 import resource
-import subprocess
-import sys
-import textwrap
 import threading
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from sharedmirror.errors import ClosedError, MemoryFault, UsageError
 from sharedmirrord import arena as arena_module
-from sharedmirrord import memory
-from sharedmirrord.arena import Arena, Segment
-
-MIB = 1 << 20
-PAGE = os.sysconf("SC_PAGE_SIZE")
-_numbers = itertools.count()
-
-
-def _left_behind() -> list[str]:
-    return sorted(name for name in os.listdir("/dev/shm") if name.startswith(f"sharedmirror-test-{os.getpid()}-"))
-
-
-def _mappings() -> int:
-    with open("/proc/self/maps") as file:
-        return sum(f"sharedmirror-test-{os.getpid()}-" in line for line in file)
+from sharedmirrord import memory, syscalls
+from sharedmirrord.arena import Arena
+from tests.daemon.shared_memory import (
+    MIB,
+    OLD_KERNEL,
+    Namespace,
+    allocated,
+    child,
+    left_behind,
+    mappings,
+    mount_namespace,
+    own_name,
+    run_and_kill,
+)
 
 
 @pytest.fixture
 def name() -> Iterator[str]:
     """A name of this test's own; at the end no segment, mapping or descriptor may be left."""
-    descriptors = len(os.listdir("/proc/self/fd"))
-    yield f"/sharedmirror-test-{os.getpid()}-{next(_numbers)}"
-    gc.collect()
-    left = _left_behind()
-    for file in left:
-        os.unlink(f"/dev/shm/{file}")
-    assert left == []
-    assert _mappings() == 0
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    with own_name() as own:
+        yield own
 
 
-def _allocated(fd: int) -> int:
-    return os.fstat(fd).st_blocks * 512
-
-
-# --- segments
-
-
-def test_a_segment_is_private_and_does_not_survive_exec(name: str) -> None:
-    previous = os.umask(0o777)
-    try:
-        segment = Segment.create(name, 3 * PAGE)
-    finally:
-        os.umask(previous)
-    with segment:
-        assert os.stat(f"/dev/shm{name}").st_mode & 0o777 == 0o600
-        assert not os.get_inheritable(segment.fd)
-        assert segment.size_bytes == os.fstat(segment.fd).st_size == 3 * PAGE
-        assert _allocated(segment.fd) == 0
-    assert segment.fd == -1
-
-
-def test_mapped_pages_exist_and_are_shared(name: str) -> None:
-    with Segment.create(name, 4 * PAGE) as segment:
-        view = segment.map(PAGE, 2 * PAGE)
-        assert len(view) == 2 * PAGE and not view.readonly
-        assert _allocated(segment.fd) == 2 * PAGE
-        view[5:8] = b"abc"
-        with Segment.open(name) as other:
-            assert bytes(other.map(0, 4 * PAGE)[PAGE + 5 : PAGE + 8]) == b"abc"
-    with pytest.raises(ValueError, match="released"):
-        view[0]
-
-
-def test_mapping_again_keeps_what_was_written(name: str) -> None:
-    with Segment.create(name, 2 * PAGE) as segment:
-        segment.map(0, PAGE)[:3] = b"abc"
-        assert bytes(segment.map(0, 2 * PAGE)[:3]) == b"abc"
-
-
-def test_growing_keeps_old_views_and_never_shrinks(name: str) -> None:
-    with Segment.create(name, PAGE) as segment:
-        old = segment.map(0, PAGE)
-        old[0] = 7
-        segment.grow(8 * PAGE)
-        segment.map(PAGE, 7 * PAGE)[-1] = 9
-        assert old[0] == 7 and segment.size_bytes == os.fstat(segment.fd).st_size == 8 * PAGE
-        with pytest.raises(UsageError, match="cannot shrink"):
-            segment.grow(PAGE)
-        assert segment.size_bytes == 8 * PAGE
-
-
-@pytest.mark.parametrize(("offset", "length"), [(1, PAGE), (-PAGE, PAGE), (0, 0), (0, 3 * PAGE), (2 * PAGE, PAGE)])
-def test_a_range_outside_is_refused(name: str, offset: int, length: int) -> None:
-    with Segment.create(name, 2 * PAGE) as segment, pytest.raises(UsageError, match="cannot be mapped"):
-        segment.map(offset, length)
-
-
-def test_a_taken_name_is_refused_and_left_alone(name: str) -> None:
-    with Segment.create(name, PAGE):
-        with pytest.raises(MemoryFault, match=f"{name} exists already.*remove /dev/shm{name}"):
-            Segment.create(name, PAGE)
-        assert os.stat(f"/dev/shm{name}").st_size == PAGE
-
-
-@pytest.mark.parametrize(
-    "bad", ["sharedmirror-x", "/other", "/sharedmirror-a/b", "/sharedmirror-" + "x" * 250, "/sharedmirror-\0"]
-)
-def test_a_bad_name_is_refused(bad: str) -> None:
-    with pytest.raises(UsageError, match="must begin with /sharedmirror-"):
-        Segment.create(bad, PAGE)
-    with pytest.raises(UsageError, match="must begin with /sharedmirror-"):
-        Segment.open(bad)
-
-
-def test_a_creation_that_fails_half_way_leaves_nothing(name: str) -> None:
-    with pytest.raises(MemoryFault, match="cannot be made .* long"):
-        Segment.create(name, 1 << 63)
-    assert _left_behind() == []
-    with pytest.raises(UsageError, match="cannot shrink to -1"):
-        Segment.create(name, -1)
-    assert _left_behind() == []
-
-
-def test_opening_what_is_not_there(name: str) -> None:
-    with pytest.raises(MemoryFault, match="cannot be opened"):
-        Segment.open(name)
-
-
-def test_a_strangers_segment_is_not_opened(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Segment.create(name, PAGE):
-        uid = os.geteuid()
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "geteuid", lambda: uid + 1)
-            with pytest.raises(MemoryFault, match=f"belongs to uid {uid}, this is uid {uid + 1}"):
-                Segment.open(name)
-
-
-def test_unlink_spares_a_successor_of_the_same_name(name: str) -> None:
-    with Segment.create(name, PAGE) as old:
-        os.unlink(f"/dev/shm{name}")
-        with Segment.create(name, 2 * PAGE):
-            old.unlink()
-            assert os.stat(f"/dev/shm{name}").st_size == 2 * PAGE
-
-
-def test_keep_decides_what_the_end_of_with_leaves(name: str) -> None:
-    with Segment.create(name, PAGE) as segment:
-        segment.keep = True
-    with Segment.open(name) as found:
-        assert found.size_bytes == PAGE
-    assert os.path.exists(f"/dev/shm{name}")
-    found = Segment.open(name)
-    found.unlink()
-    found.unlink()
-    found.close()
-    found.close()
-
-
-def test_a_slice_that_is_still_held_stays_valid_memory(name: str) -> None:
-    segment = Segment.create(name, PAGE)
-    part = segment.map(0, PAGE)[:10]
-    part[0] = 5
-    segment.unlink()
-    segment.close()
-    assert part[0] == 5
-    del part
-
-
-def test_a_closed_segment_refuses(name: str) -> None:
-    with Segment.create(name, PAGE) as segment:
-        segment.close()
-        with pytest.raises(ClosedError, match="is closed"):
-            segment.map(0, PAGE)
-        with pytest.raises(ClosedError, match="is closed"):
-            segment.grow(2 * PAGE)
-
-
-@pytest.mark.parametrize("make", [lambda name: Segment.create(name, PAGE), lambda name: Arena.create(name, 2 * MIB)])
-def test_cleaning_up_never_hides_the_blocks_exception(
-    name: str, make: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken() -> None:
-        raise OSError("unlink broke")
-
-    owner = make(name)
-    remove = owner.unlink
-    monkeypatch.setattr(owner, "unlink", broken)
-    with pytest.raises(KeyError, match="mine"), owner:
-        raise KeyError("mine")
-    assert owner.fd == -1
-    assert "unlink broke" in caplog.text
-    remove()
-    owner = make(name)
-    remove = owner.unlink
-    monkeypatch.setattr(owner, "unlink", broken)
-    with pytest.raises(OSError, match="unlink broke"), owner:
-        pass
-    assert owner.fd == -1
-    remove()
-
-
-# --- the arena
+@pytest.fixture(scope="module")
+def namespace() -> Namespace:
+    """Run a script where /dev/shm is a mount of its own with the given options."""
+    return mount_namespace()
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
@@ -229,9 +52,9 @@ def test_prefault_gives_every_page(
     monkeypatch.setattr(arena_module, "PIECE_BYTES", 4 * MIB)
     seen: list[int] = []
     with Arena.create(name, size_mib * MIB, pin="none", threads=threads) as arena:
-        assert (arena.bytes_ready, arena.pinned_bytes, _allocated(arena.fd)) == (0, 0, 0)
+        assert (arena.bytes_ready, arena.pinned_bytes, allocated(arena.fd)) == (0, 0, 0)
         assert arena.prefault(seen.append) is True
-        assert arena.bytes_ready == arena.size_bytes == _allocated(arena.fd) == size_mib * MIB
+        assert arena.bytes_ready == arena.size_bytes == allocated(arena.fd) == size_mib * MIB
         assert seen == sorted(seen) and seen[-1] == arena.size_bytes
         assert len(seen) == -(-size_mib // 4)
         assert (arena.pin, arena.pinned_bytes) == ("none", 0)
@@ -263,12 +86,12 @@ def test_stop_ends_a_prefault(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(arena_module, "PIECE_BYTES", 2 * MIB)
     with Arena.create(name, 64 * MIB, pin="none") as arena:
         assert arena.prefault(lambda ready: arena.stop.set()) is False
-        assert arena.bytes_ready == _allocated(arena.fd) == 2 * MIB
+        assert arena.bytes_ready == allocated(arena.fd) == 2 * MIB
         assert arena.prefault() is False
         assert arena.bytes_ready == 2 * MIB
         arena.stop.clear()
         assert arena.prefault() is True
-        assert arena.bytes_ready == _allocated(arena.fd) == 64 * MIB
+        assert arena.bytes_ready == allocated(arena.fd) == 64 * MIB
 
 
 def test_close_waits_for_a_prefault_in_a_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,12 +110,12 @@ def test_close_waits_for_a_prefault_in_a_thread(name: str, monkeypatch: pytest.M
     closer = threading.Thread(target=arena.close)
     closer.start()
     assert arena.stop.wait(30)
-    assert _mappings() == 1  # the prefault still works on it
+    assert mappings() == 1  # the prefault still works on it
     go_on.set()
     worker.join(30)
     closer.join(30)
     assert results == [False]
-    assert _mappings() == 0
+    assert mappings() == 0
     arena.unlink()
     arena.close()
     with pytest.raises(ClosedError, match="is closed"):
@@ -331,13 +154,13 @@ def test_bad_arguments(name: str, changes: dict[str, Any], why: str) -> None:
 
 def test_a_creation_that_fails_after_the_mapping_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(address: int, size_bytes: int) -> None:
-        assert _mappings() == 1
+        assert mappings() == 1
         raise KeyboardInterrupt
 
     monkeypatch.setattr(arena_module, "_spread", broken)
     with pytest.raises(KeyboardInterrupt):
         Arena.create(name, 2 * MIB)
-    assert _mappings() == 0 and _left_behind() == []
+    assert mappings() == 0 and left_behind() == []
 
 
 def test_more_than_is_free_is_refused_before_anything_is_made(name: str) -> None:
@@ -347,20 +170,20 @@ def test_more_than_is_free_is_refused_before_anything_is_made(name: str) -> None
     size_bytes = (free // (2 * MIB) + 512) * 2 * MIB
     with pytest.raises(MemoryFault, match=rf"/dev/shm is full: .*{size_bytes} bytes.*remount,size="):
         Arena.create(name, size_bytes)
-    assert _left_behind() == []
+    assert left_behind() == []
 
 
 def test_an_old_kernel_allocates_and_touches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = arena_module._madvise
+    real = syscalls.madvise
     monkeypatch.setattr(
-        arena_module,
-        "_madvise",
+        syscalls,
+        "madvise",
         lambda address, length, advice: errno.EINVAL if advice == 23 else real(address, length, advice),
     )
     with Arena.create(name, 4 * MIB, pin="none") as arena:
         os.pwrite(arena.fd, b"kept", 3 * MIB)
         assert arena.prefault() is True
-        assert _allocated(arena.fd) == 4 * MIB
+        assert allocated(arena.fd) == 4 * MIB
         assert os.pread(arena.fd, 4, 3 * MIB) == b"kept"
         with open("/proc/self/smaps") as file:
             text = file.read()
@@ -373,7 +196,7 @@ def test_pages_can_be_interleaved(name: str) -> None:
     if not nodes or not os.path.exists("/proc/self/numa_maps"):
         pytest.skip("this kernel has no NUMA")
     with Arena.create(name, 2 * MIB, pin="none") as arena:
-        error = arena_module._interleave(arena._address, arena.size_bytes, nodes)
+        error = syscalls.interleave(arena._address, arena.size_bytes, nodes)
         if error == errno.EPERM:
             pytest.skip("mbind is not permitted here")
         assert error == 0
@@ -393,11 +216,90 @@ def test_several_nodes_are_interleaved_and_a_refusal_is_a_warning(
         return error
 
     monkeypatch.setattr(memory, "memory_nodes", lambda: [0, 1])
-    monkeypatch.setattr(arena_module, "_interleave", interleave)
+    monkeypatch.setattr(syscalls, "interleave", interleave)
     with Arena.create(name, 2 * MIB, pin="none") as arena:
         assert arena.prefault() is True
     assert asked == [[0, 1]]
     assert ("mbind_refused" in caplog.text and "EPERM" in caplog.text) is bool(error)
+
+
+def test_cleaning_up_never_hides_the_blocks_exception(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise OSError("unlink broke")
+
+    arena = Arena.create(name, 2 * MIB)
+    remove = arena.unlink
+    monkeypatch.setattr(arena, "unlink", broken)
+    with pytest.raises(KeyError, match="mine"), arena:
+        raise KeyError("mine")
+    assert arena.fd == -1
+    assert "unlink broke" in caplog.text
+    remove()
+    arena = Arena.create(name, 2 * MIB)
+    remove = arena.unlink
+    monkeypatch.setattr(arena, "unlink", broken)
+    with pytest.raises(OSError, match="unlink broke"), arena:
+        pass
+    assert arena.fd == -1
+    remove()
+
+
+# --- an arena that another process left
+
+LEAVE = """
+    import os
+    from sharedmirrord.arena import Arena
+    arena = Arena.create({name!r}, 4 << 20, pin="none")
+    arena.prefault()
+    os.pwrite(arena.fd, b"left", 3 << 20)
+"""
+
+
+@pytest.fixture
+def left(name: str) -> Iterator[str]:
+    """The name of an arena of 4 MiB whose process was killed."""
+    run_and_kill(LEAVE.format(name=name))
+    yield name
+    os.unlink(f"/dev/shm{name}")
+
+
+def test_adopting_takes_over_what_a_killed_process_left(left: str) -> None:
+    for _ in range(2):  # adopting keeps the name, so it can be adopted again
+        with Arena.adopt(left, 4 * MIB, pin="none") as arena:
+            assert (arena.name, arena.size_bytes, arena.bytes_ready, arena.keep) == (left, 4 * MIB, 0, True)
+            assert allocated(arena.fd) == 4 * MIB
+            assert arena.prefault() is True
+            assert arena.bytes_ready == allocated(arena.fd) == 4 * MIB
+            assert os.pread(arena.fd, 4, 3 * MIB) == ctypes.string_at(arena._address + 3 * MIB, 4) == b"left"
+        assert arena.fd == -1
+        assert mappings() == 0
+        assert os.stat(f"/dev/shm{left}").st_size == 4 * MIB
+
+
+def test_an_adopted_arena_goes_when_it_is_not_to_be_kept(name: str) -> None:
+    run_and_kill(LEAVE.format(name=name))
+    with Arena.adopt(name, 4 * MIB, pin="none") as arena:
+        arena.keep = False
+    assert left_behind() == []
+
+
+@pytest.mark.parametrize("size_mib", [2, 6])
+def test_an_arena_of_another_size_is_not_adopted(left: str, size_mib: int) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MemoryFault, match=f"{left} has {4 * MIB} bytes, its records say {size_mib * MIB}"):
+        Arena.adopt(left, size_mib * MIB)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert mappings() == 0
+    with open(f"/dev/shm{left}", "rb") as file:
+        assert os.pread(file.fileno(), 4, 3 * MIB) == b"left"
+
+
+def test_an_arena_that_is_gone_is_not_adopted(name: str) -> None:
+    with pytest.raises(MemoryFault, match=f"{name} cannot be opened"):
+        Arena.adopt(name, 4 * MIB)
+    assert left_behind() == []
 
 
 # --- pins
@@ -419,24 +321,9 @@ def test_mlock_pins_every_byte(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert arena.pinned_bytes == 0
 
 
-def _child(script: str, *prefix: str) -> dict[str, Any]:
-    """Run a script in a process of its own; what it prints last is its JSON result."""
-    run = subprocess.run(
-        [*prefix, sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 0, run.stderr
-    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    result["stderr"] = run.stderr
-    return result
-
-
 @pytest.mark.parametrize("limit_mib", [0, 5])
 def test_a_refused_mlock_is_a_warning_with_the_remedy(name: str, limit_mib: int) -> None:
-    result = _child(
+    result = child(
         f"""
         import json, logging, os, resource
         from sharedmirrord import arena as module
@@ -456,152 +343,8 @@ def test_a_refused_mlock_is_a_warning_with_the_remedy(name: str, limit_mib: int)
     assert "LimitMEMLOCK=infinity" in result["stderr"] and "ulimit -l unlimited" in result["stderr"]
 
 
-def test_without_cuda_bindings_the_remedy_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(MemoryFault, match=r"pip install 'sharedmirror\[cuda\]'"):
-        Arena.create(name, 2 * MIB, pin="cuda")
-
-
-class FakeDriver(types.ModuleType):
-    """The driver's calls with a refusal at the n-th registration; it records what is registered."""
-
-    CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
-
-    def __init__(self, refuse_at: int) -> None:
-        super().__init__("driver")
-        self.refuse_at, self.calls, self.contexts, self.pushed = refuse_at, 0, 0, 0
-        self.registered: dict[int, tuple[int, int]] = {}
-
-    def cuInit(self, flags: int) -> tuple[int]:
-        return (0,)
-
-    def cuDeviceGet(self, ordinal: int) -> tuple[int, int]:
-        return (0, ordinal)
-
-    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, str]:
-        self.contexts += 1
-        return (0, "context")
-
-    def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[int]:
-        self.contexts -= 1
-        return (0,)
-
-    def cuCtxPushCurrent(self, context: str) -> tuple[int]:
-        self.pushed += 1
-        return (0,)
-
-    def cuCtxPopCurrent(self) -> tuple[int, str]:
-        self.pushed -= 1
-        return (0, "context")
-
-    def cuMemHostRegister(self, address: int, size_bytes: int, flags: int) -> tuple[int]:
-        assert self.pushed == 1
-        self.calls += 1
-        if self.calls == self.refuse_at:
-            return (2,)
-        self.registered[address] = (size_bytes, flags)
-        return (0,)
-
-    def cuMemHostUnregister(self, address: int) -> tuple[int]:
-        assert self.pushed == 1
-        del self.registered[address]
-        return (0,)
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """Stand in for the driver; a registration is refused when ``refuse_at`` is set."""
-    fake = FakeDriver(refuse_at=0)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
-    monkeypatch.setattr(arena_module, "CUDA_CHUNK_BYTES", 4 * MIB)
-    return fake
-
-
-def test_cuda_registers_in_chunks_and_takes_it_back(name: str, driver: FakeDriver) -> None:
-    with Arena.create(name, 10 * MIB, pin="cuda") as arena:
-        assert arena.prefault() is True
-        assert [size for size, flags in driver.registered.values()] == [4 * MIB, 4 * MIB, 2 * MIB]
-        assert {flags for size, flags in driver.registered.values()} == {3}
-        assert (arena.pin, arena.pinned_bytes, driver.contexts) == ("cuda", 10 * MIB, 1)
-    assert (driver.registered, driver.contexts, driver.pushed) == ({}, 0, 0)
-
-
-def test_a_refused_registration_is_rolled_back(name: str, driver: FakeDriver) -> None:
-    driver.refuse_at = 3
-    with Arena.create(name, 10 * MIB, pin="cuda") as arena:
-        with pytest.raises(MemoryFault, match="cuMemHostRegister failed with 2"):
-            arena.prefault()
-        assert (driver.registered, arena.pinned_bytes) == ({}, 0)
-        assert arena.prefault() is True
-        assert arena.pinned_bytes == 10 * MIB
-    assert (driver.registered, driver.contexts, driver.pushed) == ({}, 0, 0)
-
-
-def test_a_failed_creation_lets_go_of_cuda(name: str, driver: FakeDriver) -> None:
-    with Segment.create(name, PAGE), pytest.raises(MemoryFault, match="exists already"):
-        Arena.create(name, 2 * MIB, pin="cuda")
-    assert driver.contexts == 0
-
-
-def _gpu() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return os.path.exists("/dev/nvidiactl")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not _gpu(), reason="no CUDA device")
-def test_the_real_driver_registers(name: str) -> None:
-    result = _child(
-        f"""
-        import json
-        from cuda.bindings import driver
-        from sharedmirrord import arena as module
-        module.CUDA_CHUNK_BYTES = 64 << 20
-        with module.Arena.create({name!r}, 192 << 20, pin="cuda") as arena:
-            done = arena.prefault()
-            driver.cuCtxPushCurrent(arena._cuda._context)
-            codes = [int(driver.cuMemHostGetDevicePointer(arena._address + at, 0)[0]) for at in (0, 191 << 20)]
-            driver.cuCtxPopCurrent()
-            print(json.dumps(dict(done=done, pin=arena.pin, pinned=arena.pinned_bytes, codes=codes)))
-        """
-    )
-    assert (result["done"], result["pin"], result["pinned"]) == (True, "cuda", 192 * MIB)
-    assert result["codes"] == [0, 0]
-
-
-@pytest.mark.skipif(_gpu(), reason="there is a CUDA device")
-def test_without_a_driver_the_remedy_is_named(name: str) -> None:
-    pytest.importorskip("cuda.bindings.driver")
-    with pytest.raises(MemoryFault, match="pin=mlock"):
-        Arena.create(name, 2 * MIB, pin="cuda")
-    assert _left_behind() == []
-
-
 # --- huge pages and a full mount, in a mount namespace
 
-
-@pytest.fixture(scope="module")
-def namespace() -> Callable[[str, str], dict[str, Any]]:
-    """Return a function that runs a script where /dev/shm is a mount of its own with the given options."""
-    unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
-    probe = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$0" -c pass'
-    try:
-        refused = subprocess.run([*unshare, "sh", "-c", probe, sys.executable], capture_output=True, text=True).stderr
-    except FileNotFoundError:
-        refused = "there is no unshare"
-    if refused:
-        pytest.skip(f"no mount namespace here: {refused.strip()}")
-
-    def run(options: str, script: str) -> dict[str, Any]:
-        return _child(script, *unshare, "sh", "-c", f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"', "sh")
-
-    return run
-
-
-Namespace = Callable[[str, str], dict[str, Any]]
 
 FULL_ARENA = """
     import json, os
@@ -619,7 +362,6 @@ FULL_ARENA = """
     os.unlink("/dev/shm/other")
     assert os.listdir("/dev/shm") == []
 """
-OLD_KERNEL = "real = module._madvise; module._madvise = lambda a, n, what: 22 if what == 23 else real(a, n, what)"
 
 
 @pytest.mark.parametrize("old_kernel", ["", OLD_KERNEL])
@@ -629,29 +371,6 @@ def test_a_mount_that_fills_up_is_an_error_with_numbers(namespace: Namespace, ol
     assert "free; run `mount -o remount,size=" in result["message"] and "--shm-size=" in result["message"]
     assert 8 * MIB <= result["got"] <= 12 * MIB
     assert result["ready"] >= result["got"]
-
-
-@pytest.mark.parametrize("old_kernel", ["", OLD_KERNEL])
-def test_a_segment_on_a_full_mount_is_an_error(namespace: Namespace, old_kernel: str) -> None:
-    result = namespace(
-        "size=4m",
-        f"""
-        import json, os
-        from sharedmirror.errors import MemoryFault
-        from sharedmirrord import arena as module
-        {old_kernel}
-        with module.Segment.create("/sharedmirror-s", 2 << 20) as segment:
-            first = segment.map(0, 2 << 20)
-            segment.grow(8 << 20)
-            try:
-                segment.map(2 << 20, 6 << 20)
-            except MemoryFault as error:
-                first[-1] = 1
-                print(json.dumps(dict(message=error.message)))
-        assert os.listdir("/dev/shm") == []
-        """,
-    )
-    assert result["message"].startswith("/dev/shm is full: 6.00 MiB (6291456 bytes) asked for /sharedmirror-s")
 
 
 HUGE = """

@@ -10,15 +10,27 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from sharedmirrord.core import hits, leases, machine
-from sharedmirrord.core.durable import Delete
-from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Session, State, Waiter
+from sharedmirrord.core.durable import Delete, SetSlots
+from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Session, State, Waiter, each_bit
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.transitions import PageState
 from tests.daemon.core_story import CoreStory
 
-QUICK = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True)
-TestCore = CoreStory.TestCase
-TestCore.settings = settings(QUICK, max_examples=400, stateful_step_count=50)
+QUICK = settings(
+    deadline=None,
+    database=None,
+    stateful_step_count=50,
+    # To explain a failure takes longer than to shrink it, and says less here.
+    phases=[Phase.generate, Phase.shrink],
+    report_multiple_bugs=False,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+CoreStory.TestCase.settings = settings(QUICK, max_examples=500)
+# Only a failure, while it is made smaller, takes so long.
+TestCore = pytest.mark.timeout(400)(CoreStory.TestCase)
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 BUGS: dict[str, tuple[str, Plant]] = {}
@@ -75,7 +87,7 @@ def time_counts_as_evidence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine, "_expire", wrong)
 
 
-@bug("invariant [14]")
+@bug("invariant [14]|no_pages")
 def drained_counts_for_pages_that_nobody_revoked(patch: pytest.MonkeyPatch) -> None:
     drained = leases.drained
 
@@ -143,25 +155,19 @@ def one_ranks_commit_counts_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OpenLease, "complete", complete)
 
 
-@bug("invariant [15]|problems|5: key")
-def a_key_is_bound_twice(patch: pytest.MonkeyPatch) -> None:
-    class Forgetful(dict[bytes, int]):
-        def get(self, key: bytes, default: Any = None) -> Any:
-            return default
-
-    seal = PageTable.seal
+@bug("invariant 5")
+def a_later_page_takes_over_the_key(patch: pytest.MonkeyPatch) -> None:
     settle = leases.settle
 
     def wrong(state: State, lease: OpenLease, out: Effects) -> Any:
         table = leases.table_of(state.pools[lease.pool])
-        kept = table.index
-        table.index = Forgetful(kept)
-        try:
-            return settle(state, lease, out)
-        finally:
-            table.index = dict(table.index)
+        for at in each_bit(lease.complete() & lease.keyed & ~lease.revoked):
+            page = table.index.get(lease.keys[at] or b"")
+            if page is not None and page not in table.pins:
+                table.evict(page)
+                out.writes.append(SetSlots(lease.pool, (table.slot(page, lease.number),)))
+        return settle(state, lease, out)
 
-    patch.setattr(PageTable, "seal", seal)
     patch.setattr(leases, "settle", wrong)
 
 
@@ -200,6 +206,6 @@ def freed_pages_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
 def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     says, plant = BUGS[name]
     plant(monkeypatch)
-    few = settings(QUICK, max_examples=300, stateful_step_count=50, phases=[Phase.generate], derandomize=True)
+    few = settings(QUICK, max_examples=300, phases=[Phase.generate], derandomize=True)
     with pytest.raises(AssertionError, match=says):
-        run_state_machine_as_test(CoreStory, settings=settings(few, report_multiple_bugs=False))
+        run_state_machine_as_test(CoreStory, settings=few)

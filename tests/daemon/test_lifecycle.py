@@ -38,9 +38,7 @@ with lifecycle.instance_lock(sys.argv[1], "the socket"):
 
 def test_the_lock_names_its_holder_and_falls_with_it(tmp_path: Path, nothing_left: None) -> None:
     path = str(tmp_path / "new" / "directory" / "d.lock")
-    holder = subprocess.Popen(
-        [sys.executable, "-c", LOCKER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    holder = subprocess.Popen([sys.executable, "-c", LOCKER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
     with pytest.raises(lifecycle.AlreadyRunning, match=f"pid {holder.pid} already serves the socket") as caught:
         with lifecycle.instance_lock(path, "the socket"):

@@ -167,9 +167,7 @@ def test_start_times_tell_processes_apart(tmp_path: Path, nothing_left: None) ->
 # --- a worker's end, end to end
 
 
-def test_a_killed_workers_pages_are_free_again(
-    shared_daemon: Daemon, processes: Processes, name: str
-) -> None:
+def test_a_killed_workers_pages_are_free_again(shared_daemon: Daemon, processes: Processes, name: str) -> None:
     workers = processes.engine(shared_daemon.socket, 2, pool=name)
     with connect(shared_daemon.socket, name) as client:
         done, half, open_lease = client.lease(2), client.lease(2), client.lease(2)
@@ -331,9 +329,7 @@ def test_a_successor_of_a_worker_with_a_live_fork_is_admitted_and_cannot_have_it
         after.commit(again)
 
 
-def test_a_static_pool_waits_for_the_fork_and_names_it(
-    shared_daemon: Daemon, processes: Processes, name: str
-) -> None:
+def test_a_static_pool_waits_for_the_fork_and_names_it(shared_daemon: Daemon, processes: Processes, name: str) -> None:
     (worker,) = processes.engine(shared_daemon.socket, pool=name, kind="static")
     fork = worker.fork("maps")
     worker.kill()

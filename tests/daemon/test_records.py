@@ -55,6 +55,7 @@ class BytesStorage:
         self.size_bytes = len(content)
         self.limit = capacity
         self.map_fails = False
+        self.mapped: list[memoryview] = []
         self.grown: Callable[[int], None] = lambda size_bytes: None
 
     def grow(self, size_bytes: int) -> None:
@@ -67,7 +68,13 @@ class BytesStorage:
         assert offset % ALIGNMENT_BYTES == 0 and 0 < length <= self.size_bytes - offset
         if self.map_fails:
             raise MemoryFault("no pages")
-        return memoryview(self.memory)[offset : offset + length]
+        view = memoryview(self.memory)[offset : offset + length]
+        self.mapped.append(view)
+        return view
+
+    def unmap(self, view: memoryview) -> None:
+        (index,) = [index for index, mapped in enumerate(self.mapped) if mapped is view]
+        self.mapped.pop(index).release()
 
     def image(self) -> bytes:
         return bytes(self.memory[: self.size_bytes])
@@ -358,6 +365,18 @@ def test_dropped_rooms_are_used_again() -> None:
         store.commit([DropTable(pool)])
     assert storage.size_bytes < 12 * ALIGNMENT_BYTES + 3 * 120 * SLOT_BYTES
     assert store.bytes_used < 8 * ALIGNMENT_BYTES
+    store.close()
+    assert storage.mapped == []
+
+
+def test_a_mapping_that_came_short_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = BytesStorage()
+    storage.grow(2 * SMALL)
+    whole = storage.map
+    monkeypatch.setattr(storage, "map", lambda offset, length: whole(offset, length - 1))
+    with pytest.raises(MemoryFault, match=f"only {SMALL - 1} of the record store's {SMALL} bytes at {SMALL}"):
+        Window(storage, SMALL, SMALL)
+    assert storage.mapped == []
 
 
 BAD: list[tuple[list[Write], type[UsageError], str]] = [
@@ -386,12 +405,12 @@ def test_bad_write_is_refused_and_nothing_of_its_commit_happens(
     storage, store = new_store()
     store.commit([CreateTable(1, 10), SetSlots(1, (slot(4, 4),)), lease(1)])
     store.commit([CreateTable(2, 9), SetSlots(2, (slot(8, 1),))])
-    before, used = state_of(store), store.bytes_used
+    before, used, mapped = state_of(store), store.bytes_used, list(map(id, storage.mapped))
     good: list[Write] = [lease(9), DropTable(2), CreateTable(4, 4), SetSlots(1, (slot(5, 5),)), Delete("lease", 1)]
     with pytest.raises(kind, match=message):
         store.commit([*good, *writes])
     assert state_of(store) == before == reopened(storage.image())
-    assert store.bytes_used == used
+    assert (store.bytes_used, list(map(id, storage.mapped))) == (used, mapped)
     store.commit([lease(9)])
     assert reopened(storage.image())[0] == {("lease", 1): lease(1).value, ("lease", 9): lease(9).value}
 
@@ -733,6 +752,12 @@ class FileStorage:
 
     def map(self, offset: int, length: int) -> memoryview:
         return memoryview(mmap.mmap(self._fd, length, offset=offset))
+
+    def unmap(self, view: memoryview) -> None:
+        mapping = view.obj
+        view.release()
+        assert isinstance(mapping, mmap.mmap)
+        mapping.close()
 
 
 def endless(number: int) -> list[Write]:

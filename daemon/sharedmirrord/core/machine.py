@@ -100,6 +100,9 @@ def _drained(state: State, session: Session, arguments: dict[str, Any], now: flo
     entries = arguments.get("pages") or []
     if not isinstance(entries, list) or any(not isinstance(entry, list) or len(entry) != 2 for entry in entries):
         raise ProtocolError("pages must be a list of [lease, pages]")
+    for lease, pages in entries:
+        arg.integer({"lease": lease}, "lease")
+        arg.integers({"pages": pages}, "pages")
     leases.drained(state, session, arguments, now, out)
     hits.drained(state, session, arguments, now, out)
     return {}

@@ -1,0 +1,388 @@
+"""The copy engine's table for BENCHMARKS.md: limits, baselines and the engine, measured in one run.
+
+    PYTHONPATH=.:daemon python3 scripts/bench_gpu.py
+
+Rates are payload bytes over the time from the call to its completion, as a share of what one pinned copy of
+1 GiB reaches in the same run. Every number is a median. Progress goes to stderr, one markdown table to stdout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sharedmirror.copies import plan
+from sharedmirror.copies.interface import Geometry, PlaneGeometry
+from sharedmirror.copies.staged import StagedEngine
+
+GIB = 1 << 30
+PLANES, PAGES, POOL_PAGES = 128, 256, 512
+REPEATS = 9
+HOST_BYTES = PLANES * POOL_PAGES * (128 << 10)
+REGISTRATION_BYTES = GIB
+POPULATE_WRITE = 23
+LATENCY_REPEATS = 101
+PAUSE_S = 0.03
+
+
+class HostMemory:
+    """Shared memory of this process, prefaulted and registered in chunks, as a worker's regions are."""
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, size)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        start = self.bytes.data_ptr()
+        libc = ctypes.CDLL(None)
+        with ThreadPoolExecutor(16) as threads:
+            list(
+                threads.map(
+                    lambda at: libc.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(size // 16), POPULATE_WRITE),
+                    range(0, size, size // 16),
+                )
+            )
+        for at in range(0, size, REGISTRATION_BYTES):
+            code = int(torch.cuda.cudart().cudaHostRegister(start + at, min(REGISTRATION_BYTES, size - at), 3))
+            if code:
+                raise SystemExit(f"cudaHostRegister failed with {code}")
+        self.edges = tuple(range(start + REGISTRATION_BYTES, start + size, REGISTRATION_BYTES))
+
+
+def pool(host: HostMemory, slice_bytes: int, layout: str) -> Geometry:
+    """Return 64 layers of K and V with every plane a tensor of its own."""
+    planes = []
+    for number in range(PLANES):
+        device = torch.randint(0, 256, (POOL_PAGES, slice_bytes), dtype=torch.uint8, device="cuda")
+        stride = slice_bytes * (PLANES if layout == "page" else 1)
+        base = number * slice_bytes * (1 if layout == "page" else POOL_PAGES)
+        on_host = torch.as_strided(host.bytes, (POOL_PAGES, slice_bytes), (stride, 1), base)
+        planes.append(PlaneGeometry(f"plane{number}", device, on_host))
+    order = tuple(half * PLANES // 2 + layer for layer in range(PLANES // 2) for half in (0, 1))
+    after = [0] * PLANES
+    for position, plane in enumerate(order, start=1):
+        after[plane] = position
+    after[-1] = PLANES
+    return Geometry(tuple(planes), torch.device("cuda", torch.cuda.current_device()), order, tuple(after), host.edges)
+
+
+@contextmanager
+def settings(**values: int) -> Iterator[None]:
+    """Set the plan's thresholds, to force a route."""
+    before = {name: getattr(plan, name) for name in values}
+    for name, value in values.items():
+        setattr(plan, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(plan, name, value)
+
+
+def scattered(pages: int = PAGES, seed: int = 0) -> tuple[Any, Any]:
+    """Return device pages and host frames, both in random order."""
+    random = np.random.default_rng(seed)
+    return tuple(random.permutation(POOL_PAGES)[:pages].astype(np.int64) for _ in range(2))  # type: ignore[return-value]
+
+
+def in_a_row(pages: int = PAGES) -> tuple[Any, Any]:
+    """Return pages and frames that rise by one."""
+    return np.arange(pages, dtype=np.int64), np.arange(7, 7 + pages, dtype=np.int64)
+
+
+def median(measure: Callable[[], float], repeats: int = REPEATS, warm_up: int = 2) -> float:
+    for _ in range(warm_up):
+        measure()
+    return statistics.median(measure() for _ in range(repeats))
+
+
+def elapsed_s(work: Callable[[], object]) -> float:
+    """Return the seconds from the call until the device is idle."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def submitted_s(work: Callable[[], object]) -> float:
+    """Return the seconds in the call alone."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return seconds
+
+
+def completed_s(engine: Any, call: str, pairs: tuple[Any, Any], stream: torch.cuda.Stream) -> float:
+    """Return the seconds from the call until its completion says that it is done."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    getattr(engine, call)(*pairs, stream).wait(None)
+    return time.perf_counter() - start
+
+
+@dataclass
+class Limits:
+    """GB/s of pinned copies."""
+
+    store: float
+    load: float
+    both: float
+
+
+def measure_limits() -> Limits:
+    device = [torch.empty(GIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    host = [torch.empty(GIB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def copy(to_host: bool) -> None:
+        with torch.cuda.stream(streams[to_host]):
+            if to_host:
+                host[0].copy_(device[0], non_blocking=True)
+            else:
+                device[1].copy_(host[1], non_blocking=True)
+
+    def both() -> None:
+        for direction in (True, False):
+            copy(direction)
+
+    one_way = [GIB / median(lambda to_host=to_host: elapsed_s(lambda: copy(to_host))) / 1e9 for to_host in (True, False)]
+    return Limits(one_way[0], one_way[1], 2 * GIB / median(lambda: elapsed_s(both)) / 1e9)
+
+
+class Report:
+    """Rows of the table; each also goes to stderr at once."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str]] = []
+
+    def add(self, what: str, measured: str, target: str = "") -> None:
+        self.rows.append((what, measured, target))
+        print(f"{what}: {measured} {f'(to reach: {target})' if target else ''}", file=sys.stderr, flush=True)
+
+    def markdown(self) -> str:
+        lines = ["| | measured | to reach |", "| --- | --- | --- |"]
+        return "\n".join(lines + [f"| {' | '.join(row)} |" for row in self.rows])
+
+
+def rates(report: Report, limits: Limits, engine: Any, label: str, total: int, pairs: Any, target: str) -> None:
+    """Add a row with both directions and the CPU time of the calls."""
+    stream, parts = torch.cuda.Stream(), []
+    for call, limit in (("store", limits.store), ("load", limits.load)):
+        work = getattr(engine, call)
+        rate = total / median(lambda call=call: completed_s(engine, call, pairs, stream)) / 1e9
+        cpu = median(lambda work=work: submitted_s(lambda: work(*pairs, stream))) * 1e3
+        parts.append(f"{call} {rate:.1f} GB/s = {rate / limit:.2f}, {cpu:.2f} ms in the call")
+    report.add(label, "; ".join(parts), target)
+
+
+def measure_layouts(report: Report, limits: Limits, host: HostMemory) -> None:
+    targets = {
+        ("page", 1 << 10): "0.80", ("page", 4 << 10): "0.92, 0.5 ms", ("page", 16 << 10): "0.95, 0.5 ms",
+        ("page", 32 << 10): "0.95, 0.5 ms", ("page", 128 << 10): "0.95, 0.5 ms", ("slab", 4 << 10): "-",
+        ("slab", 32 << 10): "0.85", ("slab", 128 << 10): "0.85",
+    }  # fmt: skip
+    for (layout, slice_bytes), target in targets.items():
+        geometry = pool(host, slice_bytes, layout)
+        engine = StagedEngine(geometry)
+        total, name = PAGES * PLANES * slice_bytes, f"`{layout}`, slices of {slice_bytes >> 10} KiB"
+        rates(report, limits, engine, f"{name}, scattered", total, scattered(), target)
+        if layout == "slab":
+            rates(report, limits, engine, f"{name}, one run of pages", total, in_a_row(), "0.97")
+            random = np.random.default_rng(1).permutation(POOL_PAGES)[:PAGES].astype(np.int64)
+            pairs = (random, np.arange(PAGES, dtype=np.int64))
+            rates(report, limits, engine, f"{name}, one run on the host", total, pairs, "0.97")
+        if (layout, slice_bytes) in (("page", 16 << 10), ("slab", 32 << 10)):
+            both_ways(report, limits, engine, name, total)
+        if slice_bytes >= 4 << 10:
+            fences(report, engine, geometry, name, total)
+        if (layout, slice_bytes) == ("page", 32 << 10):
+            latency(report, engine)
+            baselines(report, limits, engine, geometry, name, total)
+        engine.close()
+
+
+def both_ways(report: Report, limits: Limits, engine: Any, name: str, total: int) -> None:
+    streams, (out, back) = [torch.cuda.Stream() for _ in range(2)], (scattered(seed=1), scattered(seed=2))
+    times = 4
+
+    def work() -> None:
+        for _ in range(times):
+            engine.store(*out, streams[0])
+            engine.load(*back, streams[1])
+
+    rate = 2 * times * total / median(lambda: elapsed_s(work)) / 1e9
+    report.add(f"{name}, both directions at once", f"{rate:.1f} GB/s = {rate / limits.both:.2f}", "0.90")
+
+
+def fences(report: Report, engine: Any, geometry: Geometry, name: str, total: int) -> None:
+    """The time of layer 0's V event over that of the last event, both from the call on."""
+    stream, pairs, ratios, last_s = torch.cuda.Stream(), scattered(), [], []
+    for _ in range(REPEATS + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        events = engine.load_with_events(*pairs, stream)
+        events[PLANES // 2].synchronize()
+        first = time.perf_counter() - start
+        events[-1].synchronize()
+        last_s.append(time.perf_counter() - start)
+        ratios.append(first / last_s[-1])
+    rate = total / statistics.median(last_s[2:]) / 1e9
+    report.add(f"{name}, layer 0's fence over the last", f"{statistics.median(ratios[2:]):.2f} at {rate:.1f} GB/s", "0.15")
+
+
+def latency(report: Report, engine: Any) -> None:
+    stream, pairs, parts = torch.cuda.Stream(), scattered(1), []
+    for call in ("store", "load"):
+        seconds = median(lambda call=call: completed_s(engine, call, pairs, stream), LATENCY_REPEATS, 10)
+        parts.append(f"{call} {seconds * 1e3:.3f} ms")
+    report.add("one page of 4 MiB, call to completion", ", ".join(parts), "0.13 ms")
+
+
+def baselines(report: Report, limits: Limits, engine: Any, geometry: Geometry, name: str, total: int) -> None:
+    pages, frames = scattered()
+    stream = torch.cuda.Stream()
+
+    def seed(to_host: bool) -> None:
+        for plane in geometry.planes:
+            for page, frame in zip(pages.tolist(), frames.tolist(), strict=True):
+                target, source = (plane.host[frame], plane.device[page]) if to_host else (plane.device[page], plane.host[frame])
+                target.copy_(source, non_blocking=True)
+
+    parts = [f"{total / elapsed_s(lambda to_host=to_host: seed(to_host)) / 1e9:.1f}" for to_host in (True, False)]
+    report.add(f"baseline: one `copy_` per slice, {name}", f"store {parts[0]}, load {parts[1]} GB/s")
+    with settings(PLAIN_BYTES=0, SMALL_BYTES=-1):
+        rates(report, limits, engine, f"baseline: one batch descriptor per slice, {name}", total, (pages, frames), "")
+    with settings(SMALL_BYTES=1 << 62):
+        rates(report, limits, engine, f"baseline: kernel on mapped host memory, {name}", total, (pages, frames), "")
+    del stream
+
+
+class Chain:
+    """A bf16 matmul chain as a CUDA graph, on a stream of default priority."""
+
+    def __init__(self, batch: int, target_ms: float) -> None:
+        self._weights = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) / 90 for _ in range(16)]
+        self._x = torch.randn(batch, 8192, device="cuda", dtype=torch.bfloat16)
+        self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream):
+            self._run()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=self.stream):
+            self._run()
+        self.times = 1
+        self.times = max(1, round(target_ms / self.ms(self.start())))
+
+    def _run(self) -> None:
+        y = self._x
+        for weight in self._weights:
+            y = y @ weight
+
+    def start(self, factor: int = 1) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        with torch.cuda.stream(self.stream):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for _ in range(self.times * factor):
+                self._graph.replay()
+            last.record()
+        return first, last
+
+    @staticmethod
+    def ms(events: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1])
+
+
+def interference(report: Report, limits: Limits, host: HostMemory) -> None:
+    slice_bytes = 16 << 10
+    engine = StagedEngine(pool(host, slice_bytes, "page"))
+    total, pairs, stream = PAGES * PLANES * slice_bytes, scattered(), torch.cuda.Stream()
+    for batch in (32, 4096):
+        chain = Chain(batch, 30.0)
+        for label, small in (("engine", -1), ("kernel on mapped host memory", 1 << 62)):
+            with settings(SMALL_BYTES=small):
+                parts = []
+                for call, limit in (("store", limits.store), ("load", limits.load)):
+                    slower, rate = beside(chain, getattr(engine, call), pairs, stream, total, limit)
+                    parts.append(f"{call} x{slower:.3f} at {rate / limit:.2f} of the limit")
+            target = "x1.03, 0.90" if label == "engine" else ""
+            report.add(f"bf16 matmul chain of batch {batch} beside a transfer: {label}", "; ".join(parts), target)
+        del chain
+    engine.close()
+
+
+def beside(
+    chain: Chain, call: Callable[..., object], pairs: Any, stream: torch.cuda.Stream, total: int, limit: float
+) -> tuple[float, float]:
+    """Return how much longer the chain takes beside a transfer, and the rate of a transfer beside the chain.
+
+    The chain is measured alone and beside in turn, with equal pauses, and the transfer outlasts it. For the
+    rate the chain outlasts the transfer.
+    """
+
+    def transfer(times: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for _ in range(times):
+                call(*pairs, stream)
+            last.record()
+        return first, last
+
+    alone, together, rates_ = [], [], []
+    longer = 2 + int(1.6 * 30e-3 * limit * 1e9 / total)
+    transfer(1)
+    for _ in range(REPEATS):
+        time.sleep(PAUSE_S)
+        alone.append(Chain.ms(chain.start()))
+        time.sleep(PAUSE_S)
+        moved = transfer(longer)
+        computed = chain.start()
+        together.append(Chain.ms(computed))
+        if moved[1].elapsed_time(computed[1]) > 0:
+            raise SystemExit("the transfer was over before the chain")
+        time.sleep(PAUSE_S)
+        computed = chain.start(3)
+        moved = transfer(2)
+        if Chain.ms(moved) <= 0 or moved[1].elapsed_time(computed[1]) < 0:
+            raise SystemExit("the chain was over before the transfer")
+        rates_.append(2 * total / Chain.ms(moved) / 1e6)
+    ratio = statistics.median(b / a for a, b in zip(alone, together, strict=True))
+    return ratio, statistics.median(rates_)
+
+
+def main() -> None:
+    started = time.perf_counter()
+    report = Report()
+    limits = measure_limits()
+    report.add(
+        "limit: pinned copy of 1 GiB",
+        f"store {limits.store:.1f}, load {limits.load:.1f}, both at once {limits.both:.1f} GB/s",
+    )
+    host = HostMemory(HOST_BYTES)
+    measure_layouts(report, limits, host)
+    interference(report, limits, host)
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
+        f"{platform.python_version()}, Linux {platform.release()}; {PLANES} planes, {PAGES} pages, medians of "
+        f"{REPEATS} and more; rates are shares of the limit in the same direction. "
+        f"The run took {time.perf_counter() - started:.0f} s.\n"
+    )
+    print(report.markdown())
+
+
+if __name__ == "__main__":
+    main()
