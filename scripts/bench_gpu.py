@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -158,8 +159,8 @@ def measure_limits() -> Limits:
         for direction in (True, False):
             copy(direction)
 
-    one_way = [GIB / median(lambda to_host=to_host: elapsed_s(lambda: copy(to_host))) / 1e9 for to_host in (True, False)]
-    return Limits(one_way[0], one_way[1], 2 * GIB / median(lambda: elapsed_s(both)) / 1e9)
+    seconds = [median(partial(elapsed_s, work)) for work in (partial(copy, True), partial(copy, False), both)]
+    return Limits(*(size / each / 1e9 for size, each in zip((GIB, GIB, 2 * GIB), seconds, strict=True)))
 
 
 class Report:
@@ -181,9 +182,8 @@ def rates(report: Report, limits: Limits, engine: Any, label: str, total: int, p
     """Add a row with both directions and the CPU time of the calls."""
     stream, parts = torch.cuda.Stream(), []
     for call, limit in (("store", limits.store), ("load", limits.load)):
-        work = getattr(engine, call)
-        rate = total / median(lambda call=call: completed_s(engine, call, pairs, stream)) / 1e9
-        cpu = median(lambda work=work: submitted_s(lambda: work(*pairs, stream))) * 1e3
+        rate = total / median(partial(completed_s, engine, call, pairs, stream)) / 1e9
+        cpu = median(partial(submitted_s, partial(getattr(engine, call), *pairs, stream))) * 1e3
         parts.append(f"{call} {rate:.1f} GB/s = {rate / limit:.2f}, {cpu:.2f} ms in the call")
     report.add(label, "; ".join(parts), target)
 
@@ -240,34 +240,35 @@ def fences(report: Report, engine: Any, geometry: Geometry, name: str, total: in
         last_s.append(time.perf_counter() - start)
         ratios.append(first / last_s[-1])
     rate = total / statistics.median(last_s[2:]) / 1e9
-    report.add(f"{name}, layer 0's fence over the last", f"{statistics.median(ratios[2:]):.2f} at {rate:.1f} GB/s", "0.15")
+    ratio = statistics.median(ratios[2:])
+    report.add(f"{name}, layer 0's fence over the last", f"{ratio:.2f} at {rate:.1f} GB/s", "0.15")
 
 
 def latency(report: Report, engine: Any) -> None:
     stream, pairs, parts = torch.cuda.Stream(), scattered(1), []
     for call in ("store", "load"):
-        seconds = median(lambda call=call: completed_s(engine, call, pairs, stream), LATENCY_REPEATS, 10)
+        seconds = median(partial(completed_s, engine, call, pairs, stream), LATENCY_REPEATS, 10)
         parts.append(f"{call} {seconds * 1e3:.3f} ms")
     report.add("one page of 4 MiB, call to completion", ", ".join(parts), "0.13 ms")
 
 
 def baselines(report: Report, limits: Limits, engine: Any, geometry: Geometry, name: str, total: int) -> None:
     pages, frames = scattered()
-    stream = torch.cuda.Stream()
 
     def seed(to_host: bool) -> None:
         for plane in geometry.planes:
             for page, frame in zip(pages.tolist(), frames.tolist(), strict=True):
-                target, source = (plane.host[frame], plane.device[page]) if to_host else (plane.device[page], plane.host[frame])
-                target.copy_(source, non_blocking=True)
+                if to_host:
+                    plane.host[frame].copy_(plane.device[page], non_blocking=True)
+                else:
+                    plane.device[page].copy_(plane.host[frame], non_blocking=True)
 
-    parts = [f"{total / elapsed_s(lambda to_host=to_host: seed(to_host)) / 1e9:.1f}" for to_host in (True, False)]
+    parts = [f"{total / elapsed_s(partial(seed, to_host)) / 1e9:.1f}" for to_host in (True, False)]
     report.add(f"baseline: one `copy_` per slice, {name}", f"store {parts[0]}, load {parts[1]} GB/s")
     with settings(PLAIN_BYTES=0, SMALL_BYTES=-1):
         rates(report, limits, engine, f"baseline: one batch descriptor per slice, {name}", total, (pages, frames), "")
     with settings(SMALL_BYTES=1 << 62):
         rates(report, limits, engine, f"baseline: kernel on mapped host memory, {name}", total, (pages, frames), "")
-    del stream
 
 
 class Chain:
@@ -303,7 +304,7 @@ class Chain:
     @staticmethod
     def ms(events: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
         torch.cuda.synchronize()
-        return events[0].elapsed_time(events[1])
+        return float(events[0].elapsed_time(events[1]))
 
 
 def interference(report: Report, limits: Limits, host: HostMemory) -> None:

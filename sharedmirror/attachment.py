@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -24,7 +24,8 @@ import torch
 from sharedmirror.channel import Channel
 from sharedmirror.copies.geometry import Placement
 from sharedmirror.errors import ClosedError, ForkedError, MemoryFault, ProtocolError, SharedMirrorError
-from sharedmirror.mapping import HostRegistration, RegionMapping, refuse_mps
+from sharedmirror.mapping import RegionMapping
+from sharedmirror.registration import HostRegistration, refuse_mps
 from sharedmirror.types import Role
 
 __all__ = ["Attachment", "ChannelLike", "Gate", "OpenChannel"]
@@ -107,6 +108,17 @@ class Attachment:
     def host_edges(self) -> list[int]:
         """Addresses that no single copy may cross: where one registration ends and the next begins."""
         return [edge for registration in self.registrations for edge in registration.edges]
+
+    def require(self, last_frame: int, slice_bytes: Sequence[int]) -> None:
+        """Wait until frames up to ``last_frame`` are registered in every plane; raises MemoryFault.
+
+        ``slice_bytes`` has one number a plane. Without CUDA there is nothing to wait for.
+        """
+        if all(registration.complete for registration in self.registrations):
+            return
+        for place, size in zip(self.placements, slice_bytes, strict=True):
+            end = self.regions[place.region].address + place.base + last_frame * place.stride + size
+            self.registrations[place.region].require(end)
 
     def leave(self) -> None:
         """Unregister, unmap what nobody views any more, and detach; the caller has drained its copies.

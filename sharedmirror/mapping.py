@@ -1,4 +1,4 @@
-"""Arena memory in this process: mapped, viewed as tensors, registered with the driver.
+"""Arena memory in this process: mapped, and viewed as tensors.
 
 What it keeps:
 
@@ -9,33 +9,24 @@ What it keeps:
 
 A forked child inherits the mappings (a dead parent's lock must live as long as they do), but never
 unregisters or reports: those belong to the process that made them.
-
-Driver calls go through the driver API, because a failed runtime call leaves an error pending that
-surfaces in a stranger's call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import importlib
 import logging
 import os
-import stat
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from sharedmirror.errors import MemoryFault
+from sharedmirror.registration import HostRegistration
 from sharedmirror.types import REGION_ALIGNMENT_BYTES
 
-__all__ = ["REGISTER_CHUNK_BYTES", "HostRegistration", "RegionMapping", "refuse_mps"]
-
-REGISTER_CHUNK_BYTES = 16 << 30
-"""One registration. The driver refuses 512 GiB and more, and holds locks during long calls."""
+__all__ = ["RegionMapping"]
 
 Extent = tuple[int, int, int]
 """(arena index, byte offset in the arena, bytes)."""
@@ -43,7 +34,6 @@ Extent = tuple[int, int, int]
 _PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_REGISTER_PORTABLE, _REGISTER_DEVICEMAP = 1, 2
 
 _log = logging.getLogger("sharedmirror")
 
@@ -101,7 +91,7 @@ class RegionMapping:
 
     def register(self, device: torch.device) -> HostRegistration:
         """Register the region with the CUDA driver; the caller closes the registration before ``release``."""
-        registration = HostRegistration(self.address, self.size_bytes, device, chunk_bytes=REGISTER_CHUNK_BYTES)
+        registration = HostRegistration(self.address, self.size_bytes, device)
         self._registrations.append(registration)
         return registration
 
@@ -109,104 +99,6 @@ class RegionMapping:
         """Drop this object's own view; return whether the mapping is gone now."""
         self._bytes = None
         return not self._end.alive
-
-
-class HostRegistration:
-    """Registers one mapped region with the CUDA driver, in chunks, for ``device``.
-
-    ``edges`` are the addresses where one chunk ends and the next begins. Raises MemoryFault, with the
-    driver's name for the error, after undoing the chunks before the one that failed.
-    """
-
-    def __init__(
-        self,
-        address: int,
-        size_bytes: int,
-        device: torch.device,
-        *,
-        chunk_bytes: int = REGISTER_CHUNK_BYTES,
-        driver: Any = None,
-    ) -> None:
-        self._driver = _load_driver() if driver is None else driver
-        self._registered: list[int] = []
-        self._pid = os.getpid()
-        self._device = self._call("cuDeviceGet", device.index or 0)
-        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
-        self.edges = tuple(range(address + chunk_bytes, address + size_bytes, chunk_bytes))
-        try:
-            with self._current():
-                for start in (address, *self.edges):
-                    length = min(chunk_bytes, address + size_bytes - start)
-                    self._call("cuMemHostRegister", start, length, _REGISTER_PORTABLE | _REGISTER_DEVICEMAP)
-                    self._registered.append(start)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Unregister; the caller has drained all copies. A second call, or one in a fork, does nothing.
-
-        Raises MemoryFault when the driver refuses; what is still registered is kept for another try.
-        """
-        if self._context is None or os.getpid() != self._pid:
-            return
-        with self._current():
-            while self._registered:
-                self._call("cuMemHostUnregister", self._registered[-1])
-                self._registered.pop()
-        self._context = None
-        self._call("cuDevicePrimaryCtxRelease", self._device)
-
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        # A thread that never touched the device has no context, and the driver calls need one.
-        self._call("cuCtxPushCurrent", self._context)
-        try:
-            yield
-        finally:
-            self._call("cuCtxPopCurrent")
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        code, *values = getattr(self._driver, name)(*arguments)
-        if int(code) != 0:
-            shown = getattr(code, "name", str(code))
-            raise MemoryFault(f"{name} failed with {shown}{_REMEDIES.get(shown, '')}", cuda=shown)
-        return values[0] if values else None
-
-
-_REMEDIES = {
-    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "; close this process's other mirror of it first",
-    "CUDA_ERROR_OUT_OF_MEMORY": "; raise the limit of locked memory (ulimit -l) or lower num_host_pages",
-    "CUDA_ERROR_NOT_PERMITTED": "; raise the limit of locked memory (ulimit -l)",
-}
-
-
-def refuse_mps() -> None:
-    """Raise MemoryFault when this process's CUDA work would go through an MPS server.
-
-    There a client's copies are made by the server, so that the client's death proves nothing about them.
-    """
-    control = os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control")
-    try:
-        if not stat.S_ISFIFO(os.stat(control).st_mode):
-            return
-        # Opening for writing succeeds only while the control daemon has the other end.
-        os.close(os.open(control, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError:
-        return
-    raise MemoryFault(
-        f"CUDA MPS is active ({control}); under MPS the death of a worker does not prove that its copies have ended, "
-        f"so its pages could never be reused safely. Stop MPS, or set CUDA_MPS_PIPE_DIRECTORY to an empty directory"
-    )
-
-
-def _load_driver() -> Any:
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise MemoryFault(
-            "CUDA pools need the package cuda-bindings to register host memory: pip install 'sharedmirror[cuda]'"
-        ) from error
 
 
 def _check_extents(fds: Sequence[int], extents: Sequence[Extent]) -> None:

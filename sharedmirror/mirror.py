@@ -125,6 +125,7 @@ class SharedHostMirror:
         place = self._attachment
         self.num_host_pages = place.num_host_pages
         self._frames = place.num_host_pages * self.frames_per_page
+        self._slice_bytes = [spec.slice_bytes for spec in self._pool.layout.planes]
         regions = [region.bytes for region in place.regions]
         geometry = build_geometry(self._pool, regions, place.placements, self._frames, place.host_edges)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -213,7 +214,14 @@ class SharedHostMirror:
         return self._engine
 
     def _raw(self, pairs: PagePairs, kind: Any) -> tuple[Ids, Ids]:
-        return check_pairs(pairs, self._pool.num_device_pages, self._frames, kind, null_frames=self.frames_per_page)
+        return self._checked(pairs, kind, null_frames=self.frames_per_page)
+
+    def _checked(self, pairs: PagePairs, kind: Any, null_frames: int = 0) -> tuple[Ids, Ids]:
+        """Return device pages and host frames, valid and with their memory registered."""
+        device, frames = check_pairs(pairs, self._pool.num_device_pages, self._frames, kind, null_frames=null_frames)
+        if len(frames):
+            self._attachment.require(int(frames.max()), self._slice_bytes)
+        return device, frames
 
     # -- copies under leases and hits: leased pools ----------------------------------------------
 
@@ -225,7 +233,7 @@ class SharedHostMirror:
         """
         with self._gate:
             ledger = self._ledger_of("store")
-            device, frames = check_pairs(pairs, self._pool.num_device_pages, self._frames, "store")
+            device, frames = self._checked(pairs, "store")
             transfer = ledger.begin_store(lease, self._pages_of(frames))
             return _submit(transfer, self._engine.store, device, frames, stream)
 
@@ -233,7 +241,7 @@ class SharedHostMirror:
         """Copy (device page, host frame) pairs out of pages of ``hit``; otherwise like ``store``."""
         with self._gate:
             ledger = self._ledger_of("load")
-            device, frames = check_pairs(pairs, self._pool.num_device_pages, self._frames, "load")
+            device, frames = self._checked(pairs, "load")
             transfer = ledger.begin_load(hit, self._pages_of(frames))
             return _submit(transfer, self._engine.load, device, frames, stream)
 

@@ -197,9 +197,12 @@ class Starter:
 
     def run(self, *arguments: str, before: Sequence[str] = (), **changes: str) -> subprocess.CompletedProcess[str]:
         """Run a daemon that is expected to refuse, to its end."""
-        line = [*before, sys.executable, "-m", "sharedmirrord", *arguments]
         return subprocess.run(
-            line, capture_output=True, text=True, timeout=PATIENCE_S, env=self.environment(COLUMNS="300", **changes)
+            [*before, sys.executable, "-m", "sharedmirrord", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env=self.environment(COLUMNS="300", **changes),
         )
 
     def finish(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from sharedmirror import paths
 from sharedmirror.errors import EnvironmentFault, SharedMirrorError
-from sharedmirrord import entries, lifecycle, memory
+from sharedmirrord import entries, failpoints, lifecycle, memory
 from sharedmirrord.core.model import State
 from sharedmirrord.core.recover import recover
 from sharedmirrord.entries import StoreHeader
@@ -112,8 +112,10 @@ def remove(left: Leftover) -> None:
             f"end their processes first"
         )
     for name in left.names:
+        failpoints.reach("remove.segment")
         with contextlib.suppress(SharedMirrorError), Segment.open(name) as segment:
             segment.unlink()
+    failpoints.reach("remove.sessions")
     remove_session_dir(left.header)
     log.info("event=removed segments=%s", ",".join(left.names))
 

@@ -22,7 +22,7 @@ import uvloop
 
 from sharedmirror import __version__, paths
 from sharedmirror.errors import SharedMirrorError, UsageError
-from sharedmirrord import adoption, lifecycle, memory
+from sharedmirrord import adoption, failpoints, lifecycle, memory
 from sharedmirrord.arena import Arena
 from sharedmirrord.core.model import State
 from sharedmirrord.core.regions import ArenaSpace
@@ -118,6 +118,7 @@ def _serve(
         memory_of.arena.keep = memory_of.segment.keep = keep or live
         if not memory_of.arena.keep:
             adoption.remove_session_dir(header)
+            failpoints.reach("exit.sessions")
         else:
             why = "--keep" if keep else "live sessions"
             log.info("event=kept reason=%r segments=%s,%s", why, memory_of.arena.name, memory_of.segment.name)
@@ -143,9 +144,13 @@ def _create(stack: contextlib.ExitStack, path: str, size_bytes: int, options: _A
     arena_name, records_name = lifecycle.segment_names(instance)
     # The records come first: they name the arena, so that nothing is left that nobody would find again.
     segment = stack.enter_context(Segment.create(records_name, _RECORDS_BYTES))
+    failpoints.reach("create.segment")
     header = StoreHeader(instance, lifecycle.boot_id(), os.getuid(), path, 1, ((arena_name, size_bytes),))
     store = stack.enter_context(RecordStore.create(segment, header))
+    failpoints.reach("create.records")
+    stack.callback(failpoints.reach, "exit.arena")
     arena = stack.enter_context(Arena.create(arena_name, size_bytes, **options))
+    failpoints.reach("create.arena")
     return _Memory(arena, segment, store, State(ArenaSpace(size_bytes)))
 
 
@@ -153,13 +158,17 @@ def _adopt(stack: contextlib.ExitStack, records_name: str, wanted: memory.Size, 
     segment = stack.enter_context(Segment.open(records_name))
     store = stack.enter_context(RecordStore.open(segment))
     state = adoption.restore(store)
+    failpoints.reach("adopt.recovered")
     name, size_bytes = store.header.arenas[0]
     if wanted.size_bytes is not None and wanted.size_bytes != size_bytes:
         log.warning(
             "event=size_kept asked=%d has=%d remedy='--reset gives the cache up'", wanted.size_bytes, size_bytes
         )
+    stack.callback(failpoints.reach, "exit.arena")
     arena = stack.enter_context(Arena.adopt(name, size_bytes, **options))
+    failpoints.reach("adopt.arena")
     store.set_epoch(store.header.epoch + 1)
+    failpoints.reach("adopt.epoch")
     log.info("event=adopted instance=%s epoch=%d sessions=%d", records_name, store.header.epoch, len(state.sessions))
     return _Memory(arena, segment, store, state)
 

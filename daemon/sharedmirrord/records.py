@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from sharedmirror.errors import ClosedError, EnvironmentFault, ProtocolError, UsageError
+from sharedmirrord import failpoints
 from sharedmirrord.core.durable import CreateTable, Delete, Put, SetSlots, Slot, Write
 from sharedmirrord.entries import (
     TABLE,
@@ -165,6 +166,7 @@ class RecordStore:
         self._check_usable()
         if not writes:
             return
+        failpoints.reach("records.commit")
         state = self._state
         plan = _Plan(state.tables)
         try:
@@ -179,9 +181,11 @@ class RecordStore:
             raise
         self._interrupted = True
         state.active.append(state.sequence, payload)
+        failpoints.reach("records.appended")
         state.sequence += 1
         self._apply(plan)
         self._interrupted = False
+        failpoints.reach("records.committed")
 
     def close(self) -> None:
         """Let go of all mappings; the storage keeps what was committed."""
@@ -226,7 +230,9 @@ class RecordStore:
             raise UsageError(f"pool {write.pool} has a page table already", pool=write.pool)
         if write.pages < 1:
             raise UsageError(f"pool {write.pool} asks for a page table of {write.pages} pages", pool=write.pool)
+        failpoints.reach("records.grow")
         window, fresh = self._state.heap.allocate(table_bytes(write.pages))
+        failpoints.reach("records.grown")
         table = Table(window, write.pages)
         plan.created.append(table)
         if not fresh:
@@ -257,10 +263,12 @@ class RecordStore:
         self._interrupted = True
         target.tail = 0
         target.append(state.sequence, checkpoint)
+        failpoints.reach("records.checkpoint")
         state.first = state.sequence
         state.sequence += 1
         state.active, state.spare = target, state.active
         self._page.write(state.header_payload())
+        failpoints.reach("records.turned")
         if outgrown is not None:
             state.heap.free(outgrown.window)
         self._interrupted = False
@@ -276,7 +284,10 @@ class RecordStore:
         while length < wanted:
             length *= 2
         try:
-            return Area(state.heap.allocate(length)[0]), spare
+            failpoints.reach("records.grow")
+            area = Area(state.heap.allocate(length)[0])
+            failpoints.reach("records.grown")
+            return area, spare
         except EnvironmentFault:
             # A store that cannot grow must still take the deletes that make room.
             if need > spare.window.length:

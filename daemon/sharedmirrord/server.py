@@ -28,7 +28,7 @@ from sharedmirror.errors import (
     UsageError,
 )
 from sharedmirror.types import Role
-from sharedmirrord import notify, proof
+from sharedmirrord import alarms, failpoints, lifecycle, notify, proof
 from sharedmirrord.arena import Arena
 from sharedmirrord.connection import Connection
 from sharedmirrord.core import arguments as arg
@@ -195,10 +195,12 @@ class Server:
                 return
             self._unsaved.pop(0)
             self.alarms.pop("records", None)
+            failpoints.reach("reply.before")
             for session, body in [*effects.pushes, *effects.replies]:
                 life = self.lives.get(session)
                 if life is not None and life.connection is not None:
                     life.connection.send(body)
+            failpoints.reach("reply.after")
             for session in effects.forgotten:
                 self._forget(session)
 
@@ -329,7 +331,9 @@ class Server:
                 log.warning(
                     "event=unprovable session=%d pid=%d: no pidfd; its pages stay quarantined if it dies", session, pid
                 )
+            failpoints.reach("hello.before")
             connection.send(body | {"token": token, "arenas": [self.arena.size_bytes]}, [theirs, self.arena.fd])
+            failpoints.reach("hello.after")
         finally:
             os.close(theirs)
 
@@ -362,7 +366,9 @@ class Server:
         elif pidfd is not None:
             os.close(pidfd)
         log.info("event=resumed session=%d pid=%d", session, peer.pid)
+        failpoints.reach("resume.before")
         connection.send(body | {"session": session, "token": token, "arenas": [self.arena.size_bytes]})
+        failpoints.reach("resume.sent")
         self._apply(machine.Resume(session, leases, hits, retry))
 
     @staticmethod
@@ -436,7 +442,9 @@ class Server:
             return
         if life.watch.pidfd is not None:
             self._loop.remove_reader(life.watch.pidfd)
+        failpoints.reach("forget.before")
         life.watch.close()
+        failpoints.reach("forget.after")
 
     # -- status ----------------------------------------------------------------------------------
 
@@ -446,7 +454,10 @@ class Server:
         ready = arena.bytes_ready
         state = "stopping" if self._stopped.is_set() else "ready" if self.state.ready else "prefaulting"
         told = report.report(self.state, time.monotonic())
-        told["alarms"] = [{"code": code, "message": text} for code, text in self.alarms.items()] + told["alarms"]
+        _, records_name = lifecycle.segment_names(self.settings.instance)
+        memory_alarms = alarms.of_memory(arena.name, arena.fd, records_name)
+        said = {**self.alarms, **memory_alarms}.items()
+        told["alarms"] = [{"code": code, "message": text} for code, text in said] + told["alarms"]
         return {
             "schema": 1,
             "daemon": {

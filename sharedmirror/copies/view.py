@@ -138,14 +138,22 @@ class View:
     def _cut(self, limit_bytes: int) -> list[Piece]:
         pieces = []
         for group, (low, high) in enumerate(zip(self.groups[:-1], self.groups[1:], strict=True)):
-            parts = 1 if high - low <= limit_bytes else -(-(high - low) // (limit_bytes - TILE_BYTES))
-            wanted = low + (high - low) * np.arange(1, parts, dtype=np.int64) // parts
-            inner = self.cuts[np.searchsorted(self.cuts, wanted, side="right") - 1]
-            bounds = [low, *np.unique(inner[inner > low]).tolist(), high]
+            bounds = self._bounds(low, high, limit_bytes)
             pieces += [
                 Piece(a, b, group, _bands(self.records, a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)
             ]
         return pieces
+
+    def _bounds(self, low: int, high: int, limit_bytes: int) -> list[int]:
+        """Return bounds from ``low`` to ``high`` at about equal distances of at most ``limit_bytes``."""
+        parts = -(-(high - low) // limit_bytes)
+        while True:
+            wanted = low + (high - low) * np.arange(1, parts, dtype=np.int64) // parts
+            inner = self.cuts[np.searchsorted(self.cuts, wanted, side="right") - 1]
+            bounds = [low, *np.unique(inner[inner > low]).tolist(), high]
+            if max(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)) <= limit_bytes:
+                return bounds
+            parts += 1
 
 
 def group_planes(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharedmirror import mapping
+from sharedmirror import registration
 from sharedmirror.errors import CallTimeout, MemoryFault, UsageError
 from sharedmirror.mirror import SharedHostMirror
 from sharedmirror.types import Lease
@@ -158,7 +158,7 @@ def test_events_fence_layers(daemon: FakeDaemon) -> None:
 
 
 def test_registered_in_chunks_and_let_go(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "REGISTER_CHUNK_BYTES", 2 << 20)
+    monkeypatch.setattr(registration, "CHUNK_BYTES", 2 << 20)
     pool = SimpleNamespace(
         page_size=PAGE,
         k_buffer=[torch.randint(0, 255, (8 * PAGE, 99991), dtype=torch.uint8, device="cuda")],
@@ -182,17 +182,17 @@ def test_registered_in_chunks_and_let_go(daemon: FakeDaemon, monkeypatch: pytest
 
 
 def test_a_failed_registration_leaves_nothing(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = mapping.HostRegistration._call
+    first = registration.HostRegistration._call
     calls = []
 
-    def fail_second(self: Any, name: str, *arguments: Any) -> Any:
+    def fail_first(self: Any, name: str, *arguments: Any) -> Any:
         calls.append(name)
-        if calls.count("cuMemHostRegister") == 2 and name == "cuMemHostRegister":
+        if calls.count("cuMemHostRegister") == 1 and name == "cuMemHostRegister":
             return first(self, name, 0, 0, 0)  # the driver's own refusal
         return first(self, name, *arguments)
 
-    monkeypatch.setattr(mapping, "REGISTER_CHUNK_BYTES", 2 << 20)
-    monkeypatch.setattr(mapping.HostRegistration, "_call", fail_second)
+    monkeypatch.setattr(registration, "CHUNK_BYTES", 2 << 20)
+    monkeypatch.setattr(registration.HostRegistration, "_call", fail_first)
     with pytest.raises(MemoryFault, match="cuMemHostRegister failed with CUDA_ERROR_"):
         attach(daemon, make_pool())
     assert daemon.said("detach") == [{"unmapped": True}]

@@ -125,7 +125,7 @@ class CoreStory(CoreInvariants):
     # -- writing ---------------------------------------------------------------------------------
 
     @precondition(lambda self: self.talking())
-    @rule(pick=Pick, n=st.sampled_from([1, 2, 3, 1, 2, 3, 4, 5, 0, 6]), wait_s=st.sampled_from([0, 0, 5]))
+    @rule(pick=Pick, n=st.sampled_from([1, 2, 3, 4, 5, 3, 4, 5, 0, 6]), wait_s=st.sampled_from([0, 0, 5]))
     def lease(self, pick: int, n: int, wait_s: int) -> None:
         self.ask(_one(self.talking(), pick), "lease", n=n, wait_s=wait_s)
 
@@ -239,9 +239,10 @@ class CoreStory(CoreInvariants):
     @rule(pick=Pick, which=Pick, count=st.integers(1, 3))
     def find(self, pick: int, which: int, count: int) -> None:
         """Look up what is there."""
-        session = _one(self.talking(), pick)
-        keys = sorted(self.model.pools[session.pool].binding)
-        if keys:
+        readers = [s for s in self.talking() if self.model.pools[s.pool].binding]
+        if readers:
+            session = _one(readers, pick)
+            keys = sorted(self.model.pools[session.pool].binding)
             first = which % len(keys)
             self.ask(session, "lookup", keys=keys[first : first + count], mode="prefix")
 

@@ -8,6 +8,7 @@ import shutil
 import socket as sockets
 import stat
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,9 @@ def public() -> Iterator[str]:
 def connect_as(uid: int, path: str) -> tuple[int, int]:
     """Connect as another uid, send a hello and garbage; return an errno, or 0, and the bytes that came back."""
     read, write = os.pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         failure, received = 0, 0
         try:

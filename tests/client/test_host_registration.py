@@ -1,0 +1,167 @@
+"""Registration with a fake driver: chunks in the background, refusals, MPS."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sharedmirror.errors import MemoryFault
+from sharedmirror.registration import HostRegistration, refuse_mps
+
+GPU0 = torch.device("cuda", 0)
+forks = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
+
+class Code(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_UNKNOWN = 999
+
+
+class FakeDriver:
+    """Counts what is registered; ``fail_at`` names calls, by name and number, that fail."""
+
+    def __init__(self, **fail_at: int) -> None:
+        self.fail_at = fail_at
+        self.seen: dict[str, int] = {}
+        self.registered: dict[int, int] = {}
+        self.pushed = self.retained = 0
+
+    def _code(self, name: str) -> Code:
+        self.seen[name] = self.seen.get(name, 0) + 1
+        return Code.CUDA_ERROR_OUT_OF_MEMORY if self.fail_at.get(name) == self.seen[name] else Code.CUDA_SUCCESS
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+        return self._code("cuDeviceGet"), ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        self.retained += 1
+        return self._code("cuDevicePrimaryCtxRetain"), "context"
+
+    def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[Any, ...]:
+        self.retained -= 1
+        return (self._code("cuDevicePrimaryCtxRelease"),)
+
+    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
+        self.pushed += 1
+        return (self._code("cuCtxPushCurrent"),)
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        self.pushed -= 1
+        return self._code("cuCtxPopCurrent"), "context"
+
+    def cuMemHostRegister(self, address: int, length: int, flags: int) -> tuple[Any, ...]:
+        assert self.pushed == 1
+        assert flags == 3
+        code = self._code("cuMemHostRegister")
+        if not code:
+            self.registered[address] = length
+        return (code,)
+
+    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:
+        assert self.pushed == 1
+        code = self._code("cuMemHostUnregister")
+        if not code:
+            del self.registered[address]
+        return (code,)
+
+
+def test_registration_in_chunks() -> None:
+    driver = FakeDriver()
+    registration = HostRegistration(1000, 250, GPU0, chunk_bytes=100, driver=driver)
+    registration.require(1250)
+    assert registration.complete
+    assert driver.registered == {1000: 100, 1100: 100, 1200: 50}
+    assert registration.edges == (1100, 1200)
+    registration.close()
+    registration.close()
+    assert (driver.registered, driver.pushed, driver.retained) == ({}, 0, 0)
+
+
+def test_a_refused_first_chunk_leaves_nothing() -> None:
+    driver = FakeDriver(cuMemHostRegister=1)
+    with pytest.raises(MemoryFault, match="cuMemHostRegister failed with CUDA_ERROR_OUT_OF_MEMORY; .*ulimit"):
+        HostRegistration(1000, 250, GPU0, chunk_bytes=100, driver=driver)
+    assert (driver.registered, driver.pushed, driver.retained) == ({}, 0, 0)
+
+
+def test_a_chunk_refused_later_is_raised_to_who_needs_it() -> None:
+    driver = FakeDriver(cuMemHostRegister=3)
+    registration = HostRegistration(1000, 250, GPU0, chunk_bytes=100, driver=driver)
+    registration.require(1200)
+    with pytest.raises(MemoryFault, match="cuMemHostRegister failed with CUDA_ERROR_OUT_OF_MEMORY"):
+        registration.require(1201)
+    registration.close()
+    assert (driver.registered, driver.pushed, driver.retained) == ({}, 0, 0)
+
+
+def test_closing_ends_the_wait_of_others() -> None:
+    driver = FakeDriver()
+    gate = threading.Event()
+    register = driver.cuMemHostRegister
+
+    def slow(address: int, length: int, flags: int) -> tuple[Any, ...]:
+        if address != 1000:
+            assert gate.wait(30)
+        return register(address, length, flags)
+
+    driver.cuMemHostRegister = slow  # type: ignore[method-assign]
+    registration = HostRegistration(1000, 300, GPU0, chunk_bytes=100, driver=driver)
+    assert not registration.complete
+    faults: list[MemoryFault] = []
+
+    def wait() -> None:
+        try:
+            registration.require(1300)
+        except MemoryFault as fault:
+            faults.append(fault)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    closer = threading.Thread(target=registration.close)
+    closer.start()
+    waiter.join(30)
+    gate.set()
+    closer.join(30)
+    assert "given back" in faults[0].message
+    assert (driver.registered, driver.pushed, driver.retained) == ({}, 0, 0)
+
+
+def test_without_cuda_bindings_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MemoryFault, match=r"pip install 'sharedmirror\[cuda\]'"):
+        HostRegistration(0, 100, GPU0)
+
+
+def test_mps_is_refused_only_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    refuse_mps()
+    os.mkfifo(tmp_path / "control")
+    refuse_mps()  # a pipe that a dead control daemon left behind
+    reader = os.open(tmp_path / "control", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(MemoryFault, match="MPS is active .*does not prove"):
+            refuse_mps()
+    finally:
+        os.close(reader)
+    refuse_mps()
+
+
+@forks
+def test_a_fork_never_unregisters() -> None:
+    driver = FakeDriver()
+    registration = HostRegistration(0, 100, GPU0, driver=driver)
+    pid = os.fork()
+    if pid == 0:
+        registration.close()
+        os._exit(0 if driver.registered else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    registration.close()
