@@ -266,9 +266,8 @@ def start() -> None:
 def main() -> None:
     torch.manual_seed(0)
     cores = len(os.sched_getaffinity(0))
-    print(
-        f"{platform.machine()}, {cores} cores, Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    print(f"{platform.machine()}, {cores} cores, Linux {platform.release()}")
+    print(f"Python {platform.python_version()}, torch {torch.__version__}")
     copies()
     control()
     start()
