@@ -111,9 +111,8 @@ class Daemon:
 
         try:
             until(holds, what)
-        except BaseException:
-            sys.stderr.write(f"last status: {json.dumps(seen)}\n{self.log()}")
-            raise
+        finally:
+            sys.stderr.write(f"last status: {json.dumps(seen)}\n")
         return seen
 
     def pool(self, name: str) -> dict[str, Any]:
@@ -139,14 +138,12 @@ class Daemon:
         return self.process.wait(PATIENCE_S)
 
     def kill(self) -> None:
-        self.leaves_segments = True
-        self.end(signal.SIGKILL)
+        self.leaves_segments = bool(self.end(signal.SIGKILL))
 
     def finish(self) -> None:
         """Stop, clean up, then complain about what should not be there."""
-        if self.process.poll() is None and not self._instance:
-            with contextlib.suppress(errors.SharedMirrorError):
-                self.status()
+        with contextlib.suppress(errors.SharedMirrorError):
+            self.status()
         killed = self.process.poll() is not None
         code = self.end()
         left = self.segments()
@@ -263,13 +260,11 @@ class Worker:
         return body
 
     def call(self, op: str, **arguments: Any) -> dict[str, Any]:
-        body: dict[str, Any] = self.ask("call", op=op, arguments=arguments)["body"]
-        return body
+        return dict(self.ask("call", op=op, arguments=arguments)["body"])
 
     def commit(self, lease: Lease, pages: list[int] | None = None) -> dict[str, Any]:
         """Commit a lease that travels pickled."""
-        body: dict[str, Any] = self.ask("commit", pickled=pickle.dumps(lease), pages=pages)["body"]
-        return body
+        return dict(self.ask("commit", pickled=pickle.dumps(lease), pages=pages)["body"])
 
     def attach(self, **changes: Any) -> dict[str, Any]:
         self.send_attach(**changes)

@@ -112,7 +112,7 @@ def generations_begin_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageTable, "discard", wrong)
 
 
-@bug("invariant 6|6: pinned")
+@bug("invariant [16]|6: pinned|no_pages")
 def pins_are_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         PageTable,
@@ -121,7 +121,7 @@ def pins_are_ignored(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@bug("invariant 6")
+@bug("invariant [16]|no_pages")
 def pins_end_with_the_release(patch: pytest.MonkeyPatch) -> None:
     settle = hits.settle
 
@@ -132,7 +132,7 @@ def pins_end_with_the_release(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hits, "settle", wrong)
 
 
-@bug("invariant 6")
+@bug("invariant [16]|no_pages")
 def pins_end_with_their_holder(patch: pytest.MonkeyPatch) -> None:
     def wrong(state: State, session: Session, out: Effects) -> None:
         for number in list(session.hits):

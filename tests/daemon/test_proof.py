@@ -167,7 +167,9 @@ def test_start_times_tell_processes_apart(tmp_path: Path, nothing_left: None) ->
 # --- a worker's end, end to end
 
 
-def test_a_killed_workers_pages_are_free_again(shared_daemon: Daemon, processes: Processes, name: str) -> None:
+def test_a_killed_workers_pages_are_free_again(
+    shared_daemon: Daemon, processes: Processes, name: str, wait_until: Until
+) -> None:
     workers = processes.engine(shared_daemon.socket, 2, pool=name)
     with connect(shared_daemon.socket, name) as client:
         done, half, open_lease = client.lease(2), client.lease(2), client.lease(2)
@@ -189,7 +191,7 @@ def test_a_killed_workers_pages_are_free_again(shared_daemon: Daemon, processes:
             assert hit.pages == done.pages
         with pytest.raises(RanksMissing):
             client.lease(1)
-    assert shared_daemon.session_files() == []
+    wait_until(lambda: shared_daemon.session_files() == [])
 
 
 @pytest.mark.parametrize(("kind", "missing"), [("keeps", ["socket", "lock"]), ("maps", ["lock"])])
@@ -383,7 +385,7 @@ def test_pins_of_a_dead_holder_wait_for_its_workers_loads(
     assert shared_daemon.pool(name)["pages"]["pinned"] == 0
 
 
-def test_many_deaths_leave_nothing(start: Starter, processes: Processes) -> None:
+def test_many_deaths_leave_nothing(start: Starter, processes: Processes, wait_until: Until) -> None:
     daemon = start()
     before = len(os.listdir(f"/proc/{daemon.pid}/fd"))
     for number in range(6):
@@ -396,5 +398,5 @@ def test_many_deaths_leave_nothing(start: Starter, processes: Processes) -> None
             worker.end_fork(fork)
     daemon.wait_pages("default", free=8, quarantined=0)
     daemon.wait_status(lambda status: status["sessions"] == [])
-    assert daemon.session_files() == []
-    assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before + 4
+    wait_until(lambda: daemon.session_files() == [])
+    wait_until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before + 4)
