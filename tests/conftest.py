@@ -109,10 +109,7 @@ class Daemon:
             seen.update(self.status())
             return condition(seen)
 
-        try:
-            until(holds, what)
-        finally:
-            sys.stderr.write(f"last status: {json.dumps(seen)}\n")
+        until(holds, what)
         return seen
 
     def pool(self, name: str) -> dict[str, Any]:
@@ -142,8 +139,9 @@ class Daemon:
 
     def finish(self) -> None:
         """Stop, clean up, then complain about what should not be there."""
-        with contextlib.suppress(errors.SharedMirrorError):
-            self.status()
+        if not self._instance:
+            with contextlib.suppress(errors.SharedMirrorError):
+                self.status()
         killed = self.process.poll() is not None
         code = self.end()
         left = self.segments()

@@ -20,7 +20,7 @@ import numpy as np
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.errors import CopyError
 
-__all__ = ["BATCH_COPIES", "Driver", "Kernel", "row_copies"]
+__all__ = ["BATCH_COPIES", "Driver", "Kernel", "launch_shapes", "row_copies"]
 
 BATCH_COPIES = 1024
 """Most copies in one batch call: very long batches have crashed some drivers."""
@@ -44,10 +44,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (_I,),
     "cuCtxPushCurrent_v2": (_P,),
     "cuCtxPopCurrent_v2": (_P,),
+    "cuCtxGetStreamPriorityRange": (_P, _P),
     "cuModuleLoadData": (_P, _P),
     "cuModuleUnload": (_P,),
     "cuModuleGetFunction": (_P, _P, ctypes.c_char_p),
-    "cuLaunchKernel": (_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P),
+    "cuLaunchKernelEx": (_P, _P, _P, _P),
     "cuStreamCreateWithPriority": (_P, _U, _I),
     "cuStreamDestroy_v2": (_P,),
     "cuStreamSynchronize": (_P,),
@@ -92,7 +93,7 @@ class Driver:
         self._context = self._made("cuDevicePrimaryCtxRetain", self.device)
         self._launch, self._copy, self._copy_rows, self._wait, self._record = (
             self._calls[name]
-            for name in ("cuLaunchKernel", "cuMemcpyAsync", "cuMemcpy2DAsync_v2", "cuStreamWaitEvent", "cuEventRecord")
+            for name in ("cuLaunchKernelEx", "cuMemcpyAsync", "cuMemcpy2DAsync_v2", "cuStreamWaitEvent", "cuEventRecord")
         )
 
     def __enter__(self) -> Driver:
@@ -115,13 +116,14 @@ class Driver:
         self._modules.append(module)
         return Kernel(self._made("cuModuleGetFunction", module, name.encode()), threads, shared_bytes)
 
-    def launch(self, kernel: Kernel, blocks: int, arguments: int, stream: int) -> None:
-        """Enqueue a kernel; ``arguments`` is the address of the addresses of its arguments."""
-        code = self._launch(
-            kernel.function, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, arguments, None
-        )
+    def launch(self, kernel: Kernel, shape: int, arguments: int) -> None:
+        """Enqueue a kernel; ``shape`` is the address of a row of ``launch_shapes``.
+
+        ``arguments`` is the address of the addresses of its arguments.
+        """
+        code = self._launch(shape, kernel.function, arguments, None)
         if code:
-            self._refuse("cuLaunchKernel", code)
+            self._refuse("cuLaunchKernelEx", code)
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """Enqueue one copy."""
@@ -151,8 +153,11 @@ class Driver:
         if code:
             self._refuse("cuMemcpy2DAsync", code)
 
-    def create_stream(self, priority: int = 0) -> int:
-        """Return a new stream that does not wait for the legacy null stream."""
+    def create_stream(self, *, urgent: bool = False) -> int:
+        """Return a new stream that does not wait for the legacy null stream; ``urgent``: of the highest priority."""
+        least, greatest = ctypes.c_int(), ctypes.c_int()
+        self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+        priority = greatest.value if urgent else least.value
         return self._made("cuStreamCreateWithPriority", _NON_BLOCKING, priority)
 
     def create_event(self) -> int:
@@ -205,6 +210,16 @@ class Driver:
         self._calls["cuGetErrorString"](code, ctypes.byref(text))
         what = text.value.decode() if text.value else "unknown error"
         raise CopyError(f"{name} failed with {code}: {what}", cuda=code)
+
+
+def launch_shapes(blocks: Ids, threads: int, shared_bytes: int, stream: int) -> Ids:
+    """Return launch configurations (CUlaunchConfig), one per row of the result."""
+    table = np.zeros((len(blocks), 14), np.uint32)
+    table[:, 0], table[:, 3], table[:, 6] = blocks, threads, shared_bytes
+    table[:, (1, 2, 4, 5)] = 1
+    shapes = table.view(np.int64)
+    shapes[:, 4] = stream
+    return shapes
 
 
 def row_copies(targets: Ids, sources: Ids, target_pitches: Ids, source_pitches: Ids, widths: Ids, rows: Ids) -> Ids:

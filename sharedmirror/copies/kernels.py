@@ -22,6 +22,8 @@ ARGUMENTS = ("table", "pages", "frames", "count", "first", "tiles", "low", "high
 """The kernel's arguments in order; ``staged`` fills them in."""
 
 _WARPS = 4
+KEEP = "evict_last"
+DROP = "evict_first"
 _WORDS = {16: (tl.int64, 8), 8: (tl.int64, 8), 4: (tl.int32, 4), 2: (tl.int16, 2), 1: (tl.int8, 1)}
 
 
@@ -43,6 +45,8 @@ def _move(  # type: ignore[no-untyped-def]  # Triton would take annotations for 
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
+    KEEP: tl.constexpr,
+    DROP: tl.constexpr,
 ):
     """Move ``tiles`` tiles from tile ``first`` on, of ``count`` pages; chunk [low, high) of a page's bytes."""
     table = table.to(tl.pointer_type(tl.int64))
@@ -73,9 +77,9 @@ def _move(  # type: ignore[no-untyped-def]  # Triton would take annotations for 
         inner = tl.multiple_of(device.to(tl.pointer_type(KIND))[:, None] + word, (1, ALIGNED))
         outer = tl.multiple_of(dense.to(tl.pointer_type(KIND))[:, None] + word, (1, ALIGNED))
         if TO_DENSE:
-            tl.store(outer, tl.load(inner, mask=wanted), mask=wanted)
+            tl.store(outer, tl.load(inner, mask=wanted, eviction_policy=DROP), mask=wanted, eviction_policy=KEEP)
         else:
-            tl.store(inner, tl.load(outer, mask=wanted), mask=wanted)
+            tl.store(inner, tl.load(outer, mask=wanted, eviction_policy=KEEP), mask=wanted, eviction_policy=DROP)
 
 
 _jit = triton.jit(_move, do_not_specialize=list(ARGUMENTS))
@@ -109,6 +113,8 @@ class MoveKernels:
             WORDS=table.tile_bytes // size,
             ROWS=table.rows,
             FIELDS=TILE_FIELDS,
+            KEEP="" if direct else KEEP,
+            DROP="" if direct else DROP,
             num_warps=_WARPS,
             grid=(1,),
         )

@@ -24,6 +24,9 @@ ID_ROOM = 1 << 19
 """Page ids of the calls under way: 4 MiB pinned and on the device; 2,000 calls of 256 pages."""
 
 
+URGENT = True
+
+
 class IdRing:
     """Pinned room for page ids and as much on the device, handed out in a circle."""
 
@@ -76,7 +79,7 @@ class Lane:
         self.free = [driver.create_event() for _ in range(slots)]
         """Recorded when the last chunk in a slot has left it."""
         self.next_slot = 0
-        self.compute, self.copies = driver.create_stream(), driver.create_stream()
+        self.compute, self.copies = driver.create_stream(urgent=URGENT), driver.create_stream()
         self._driver = driver
         self._mark = driver.create_event()
         self._outer = {

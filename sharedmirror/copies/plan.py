@@ -38,6 +38,7 @@ FEW_ROWS = 4
 """Up to this many rows, single copies in a batch cost less than one 2D copy."""
 MAX_PITCH = (1 << 31) - 1
 """The driver's limit for the distance of two rows."""
+_FAR = 1 << 62
 
 
 class Route(Enum):
@@ -222,14 +223,16 @@ def plan_plain(addresses: Addresses, view: View, pages: Ids, frames: Ids) -> Cop
 
 def _arrange(table: Ids, chunk: Ids, chunks: int, edges: Ids) -> Copies:
     """Bring copies into the form that the driver takes, and into the order of the chunks."""
-    rows = table[:, 3]
-    if int(rows.max()) > 1:
+    several = int(table[:, 3].max()) > 1
+    if several:
         solid = (table[:, 4] == table[:, 2]) & (table[:, 5] == table[:, 2])
-        table[solid, 2] *= rows[solid]
-        rows[solid] = 1
-        split = (rows <= FEW_ROWS) | (table[:, 4] > MAX_PITCH) | (table[:, 5] > MAX_PITCH) | _crossing(table, edges)
-        table, chunk = _replace(table, chunk, split & (rows > 1), _single_rows)
-    table, chunk = _replace(table, chunk, _crossing(table, edges), lambda crossing: _split_at(crossing, edges))
+        table[solid, 2] *= table[solid, 3]
+        table[solid, 3] = 1
+    table, chunk = _replace(table, chunk, _crossing(table, edges), lambda crossing: _cut_at_edges(crossing, edges))
+    if several:
+        rows = table[:, 3]
+        split = (rows > 1) & ((rows <= FEW_ROWS) | (table[:, 4] > MAX_PITCH) | (table[:, 5] > MAX_PITCH))
+        table, chunk = _replace(table, chunk, split, _single_rows)
     key = 2 * chunk + (table[:, 3] > 1)
     if (key[1:] < key[:-1]).any():
         order = np.argsort(key, kind="stable")
@@ -275,13 +278,30 @@ def _single_rows(table: Ids) -> tuple[Ids, Ids]:
     return single, owner
 
 
-def _split_at(table: Ids, edges: Ids) -> tuple[Ids, Ids]:
-    """Cut single rows at the edges inside them. There are few, so a loop does."""
-    parts, owner = [], []
-    for at, (host, device, width, *_) in enumerate(table.tolist()):
-        first, last = np.searchsorted(edges, (host, host + width - 1), side="right")
-        inside = edges[first:last]
-        bounds = [host, *inside.tolist(), host + width]
-        parts += [(a, device + a - host, b - a, 1, 0, 0) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-        owner += [at] * (len(bounds) - 1)
-    return np.array(parts, np.int64), np.array(owner, np.int64)
+def _cut_at_edges(table: Ids, edges: Ids) -> tuple[Ids, Ids]:
+    """Cut copies at edges: between two rows where the edge lies between them, else the row itself.
+
+    Each round takes from every copy what lies before its next edge.
+    """
+    parts: list[Ids] = []
+    owners: list[Ids] = []
+    owner = np.arange(len(table), dtype=np.int64)
+    limits = np.append(edges, _FAR)
+    while len(table):
+        host, device, width, rows, host_pitch, device_pitch = table.T
+        host_pitch = np.where(rows == 1, width, host_pitch)
+        edge = limits[np.searchsorted(edges, host, side="right")]
+        begun = np.minimum(rows, -(-(edge - host) // host_pitch))
+        inside = edge - (host + (begun - 1) * host_pitch)
+        whole = begun - (inside < width)
+        last_host, last_device = host + (begun - 1) * host_pitch, device + (begun - 1) * device_pitch
+        one, none = np.ones_like(rows), np.zeros_like(rows)
+        before = np.stack([host, device, width, whole, host_pitch, device_pitch], 1)
+        head = np.stack([last_host, last_device, inside, one, none, none], 1)
+        tail = np.stack([edge, last_device + inside, width - inside, one, none, none], 1)
+        after = table + np.stack([begun * host_pitch, begun * device_pitch, none, -begun, none, none], 1)
+        cut, more = whole < begun, begun < rows
+        parts += [before[whole > 0], head[cut]]
+        owners += [owner[whole > 0], owner[cut]]
+        table, owner = np.concatenate([tail[cut], after[more]]), np.concatenate([owner[cut], owner[more]])
+    return np.concatenate(parts), np.concatenate(owners)

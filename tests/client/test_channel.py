@@ -99,7 +99,6 @@ def test_the_session_file_is_locked_shared_and_mapped_and_not_inherited(
     shared_daemon: Daemon, nothing_left: None
 ) -> None:
     with Channel.open(shared_daemon.socket, role=Role.WORKER) as channel:
-        assert shared_daemon.session_files() == [str(channel.session)]
         (found,) = Path(f"{shared_daemon.socket}.sessions").rglob(str(channel.session))
         path = str(found)
         with open(path) as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -28,6 +29,8 @@ from sharedmirror.errors import (
 from tests.conftest import PATIENCE_S, Daemon, Starter, until
 
 PAGE, PAGES = 16, 8
+# Its descriptor stays open: before the tests that count descriptors, not in the first of them.
+multiprocessing.resource_tracker.ensure_running()
 forks = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 

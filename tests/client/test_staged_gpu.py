@@ -374,11 +374,11 @@ def test_a_refused_launch_is_a_copy_error_and_nothing_stays_under_way(monkeypatc
     engine, pages = engine_of(geometry, slot_bytes=1 << 20), np.arange(32, dtype=np.int64)
     launch, launches = Driver.launch, []
 
-    def refuse(self: Driver, kernel: Any, blocks: int, arguments: int, stream: int) -> None:
-        launches.append(stream)
+    def refuse(self: Driver, kernel: Any, shape: int, arguments: int) -> None:
+        launches.append(shape)
         if len(launches) == 4:
             raise CopyError("refused")
-        launch(self, kernel, blocks, arguments, stream)
+        launch(self, kernel, shape, arguments)
 
     monkeypatch.setattr(Driver, "launch", refuse)
     with pytest.raises(CopyError):

@@ -91,6 +91,8 @@ class Judge:
         named = lease.pages if op == "seal" and pages is None else pages
         if op == "seal" and len(arguments["keys"]) != len(named):
             return {"bad_key"}
+        if named is not None and not named:
+            return {"bad_page"} | STALE
         usable = self.model.usable(lease, named)
         if lease.number != lease.pool.number or not usable or (named is not None and usable != set(named)):
             return STALE

@@ -141,7 +141,7 @@ def _lease_problems(state: State, lease: OpenLease) -> list[str]:
             found.append(f"3: {name} has page {lease.pages[at]} under another generation than the table")
         if (lease.keys[at] is not None) != bool(lease.keyed >> at & 1):
             found.append(f"5: {name} does not know whether position {at} has a key")
-    if (lease.complete() & lease.keyed | lease.evident() & lease.revoked) and not lease.revoked & lease.complete():
+    if lease.complete() & lease.keyed & ~lease.revoked or lease.evident() & lease.revoked:
         found.append(f"4: {name} has pages that should be sealed or freed")
     for rank in lease.missing_ranks() if lease.revoked & lease.open else ():
         writer = state.sessions.get(lease.writers[rank])

@@ -243,7 +243,7 @@ def test_a_pidfd_that_is_none_or_anothers_is_refused(
 def test_sessions_that_never_attached_leave_nothing(shared_daemon: Daemon, wait_until: Until) -> None:
     before = settled(shared_daemon)
     channels = [Channel.open(shared_daemon.socket, role=role) for role in Role for _ in range(5)]
-    assert len(shared_daemon.session_files()) == 10
+    wait_until(lambda: len(shared_daemon.session_files()) == 10)
     for channel in channels:
         channel.close()
     wait_until(lambda: descriptors(shared_daemon) == before)

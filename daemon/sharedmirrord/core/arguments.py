@@ -34,6 +34,11 @@ def text(arguments: Mapping[str, Any], name: str, default: str | None = None) ->
     return value
 
 
+def optional_text(arguments: Mapping[str, Any], name: str) -> str | None:
+    """Return a string argument or None where it is absent."""
+    return None if arguments.get(name) is None else text(arguments, name)
+
+
 def flag(arguments: Mapping[str, Any], name: str, default: bool) -> bool:
     """Return a boolean argument."""
     value = arguments.get(name, default)

@@ -67,7 +67,7 @@ def attach(state: State, session: Session, arguments: dict[str, Any], now: float
 
 def _attach_scheduler(state: State, session: Session, arguments: dict[str, Any], out: Effects) -> dict[str, Any]:
     name, engine = arg.text(arguments, "pool"), arg.text(arguments, "engine")
-    launch = arguments.get("launch") and arg.text(arguments, "launch")
+    launch = arg.optional_text(arguments, "launch")
     incarnation = _current(state, name, engine)
     pool = _pool_for_scheduler(state, name, engine, incarnation)
     leases.table_of(pool)
@@ -100,7 +100,7 @@ def _pool_for_scheduler(state: State, name: str, engine: str, incarnation: Incar
 
 def _attach_worker(state: State, session: Session, arguments: dict[str, Any], out: Effects) -> dict[str, Any]:
     name, tag, engine = (arg.text(arguments, key, "") for key in ("pool", "tag", "engine"))
-    launch = arguments.get("launch") and arg.text(arguments, "launch")
+    launch = arg.optional_text(arguments, "launch")
     properties = _properties(arguments)
     rank = arg.integer(arguments, "rank", -(1 << 31), 1 << 31)
     if not 0 <= rank < properties.world_size:
@@ -117,6 +117,8 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
         _check_pool(pool, properties, pages, rank, planes)
     if pool is not None and static and pool.holder is not None:
         _check_holder(state, pool, name, engine, launch)
+    if pool is not None and not pool.ready:
+        _check_former(state, pool, incarnation, session)
     incarnation = _join(state, name, engine, launch, rank, static=static, out=out)
     if pool is None:
         pool = Pool(state.new_id(), name, tag, properties, pages, incarnation.id)
@@ -130,6 +132,7 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
         pool.holder = incarnation.id
         out.writes.append(Put("pool", pool.id, pool.record()))
     _bind(session, pool, incarnation, out)
+    state.moved = True
     return _welcome(state, pool, session, rank)
 
 
@@ -239,6 +242,12 @@ def _check_pool(pool: Pool, asked: Properties, pages: int | None, rank: int, pla
         )
 
 
+def _check_former(state: State, pool: Pool, incarnation: Incarnation | None, session: Session) -> None:
+    others = set(pool.announced.values()) - {session.id}
+    if (incarnation is None or incarnation.id != pool.former) and others & state.sessions.keys():
+        raise RanksMissing(f"pool {pool.name!r} is being formed by another engine", pool=pool.id)
+
+
 def _difference(known: tuple[Plane, ...], planes: tuple[Plane, ...]) -> str:
     if len(known) != len(planes):
         return f"it had {len(known)}, now {len(planes)}"
@@ -311,15 +320,14 @@ def _announce(
     if pool.failure is not None and session.id in pool.announced.values():
         raise pool.failure
     if incarnation.id != pool.former:
-        if any(number in state.sessions for number in pool.announced.values()):
-            raise RanksMissing(f"pool {pool.name!r} is being formed by another engine", pool=pool.id)
         pool.former, pool.failure = incarnation.id, None
         pool.announced.clear()
         pool.planes.clear()
+        pool.asked.clear()
     pool.announced[rank] = session.id
     pool.planes[rank] = planes
-    if pool.num_host_pages is None:
-        pool.num_host_pages = pages
+    pool.asked[rank] = pages
+    pool.num_host_pages = next((count for count in pool.asked.values() if count is not None), None)
 
 
 def _form(state: State, pool: Pool, out: Effects) -> None:

@@ -79,12 +79,11 @@ def touch(state: State, session: Session, arguments: dict[str, Any], now: float,
 
 def release(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
     """``release``: pins go once every worker of the engine has drained its loads under these hits."""
-    for number in arg.integers(arguments, "hits"):
-        hit = state.hits.get(number)
-        if hit is None:
-            continue
+    found = [state.hits[number] for number in arg.integers(arguments, "hits") if number in state.hits]
+    for hit in found:
         if hit.incarnation != session.incarnation:
-            raise StaleLease(f"hit {number} belongs to another engine", hit=number)
+            raise StaleLease(f"hit {hit.id} belongs to another engine", hit=hit.id)
+    for hit in found:
         let_go(state, hit, out)
     return {}
 

@@ -39,7 +39,7 @@ def table_of(pool: Pool) -> PageTable:
 
 def pool_of(state: State, session: Session) -> Pool:
     """Return the pool that a session is attached to."""
-    if session.pool is None:
+    if session.pool is None or session.state is SessionState.DETACHED:
         raise UsageError("attach to a pool first", session=session.id)
     return state.pools[session.pool]
 
@@ -209,6 +209,8 @@ def _usable(state: State, lease: OpenLease, pages: Any) -> int:
     """Return the positions named, all of which must still be open; raises Cleared or StaleLease."""
     if lease.number != state.pools[lease.pool].number:
         raise Cleared(f"pool was cleared after lease {lease.id} was granted; abort it", lease=lease.id)
+    if pages is not None and not pages:
+        raise PageError(f"no page of lease {lease.id} is named", lease=lease.id)
     bits = _positions(lease, pages)
     usable = bits & lease.open & ~lease.revoked
     if not usable or (pages is not None and usable != bits):
@@ -314,15 +316,20 @@ def _unpend(pool: Pool, lease: OpenLease, bits: int) -> None:
 
 def drained(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> None:
     """The lease part of ``drained``: this rank will never write under these generations again."""
+    rank = session.rank
+    said: list[tuple[OpenLease, Any]] = []
     whole = [(lease, None) for lease in arg.integers(arguments, "leases")]
     for number, pages in [*whole, *((entry[0], entry[1]) for entry in arguments.get("pages") or ())]:
         lease = state.leases.get(number)
-        rank = session.rank
-        if lease is None or rank is None or lease.writers.get(rank) != session.id:
-            continue
-        bits = lease.revoked if pages is None else _positions(lease, pages) & lease.revoked
-        lease.drained[rank] = lease.drained.get(rank, 0) | bits
-        settle(state, lease, out)
+        if lease is not None and rank is not None and lease.writers.get(rank) == session.id:
+            if pages is not None:
+                _positions(lease, pages)
+            said.append((lease, pages))
+    for lease, pages in said:
+        if rank is not None and lease.id in state.leases:
+            bits = lease.revoked if pages is None else _positions(lease, pages) & lease.revoked
+            lease.drained[rank] = lease.drained.get(rank, 0) | bits
+            settle(state, lease, out)
 
 
 def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], list[list[int]]]:
@@ -334,6 +341,7 @@ def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], lis
     pool = state.pools[lease.pool]
     table = table_of(pool)
     sealed: list[int] = []
+    linked: list[int] = []
     duplicates: list[list[int]] = []
     ready = lease.complete() & lease.keyed & ~lease.revoked
     if ready:
@@ -344,7 +352,7 @@ def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], lis
             raise RuntimeError(f"page {page} of lease {lease.id} counts as keyed and has no key")
         winner = table.index.get(key)
         if winner is None:
-            table.seal(page, key, lease.parents[at])
+            linked += table.seal(page, key, lease.parents[at])
             sealed.append(page)
         else:
             table.discard(page)
@@ -354,7 +362,8 @@ def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], lis
     for page in freed:
         table.discard(page)
     lease.open &= ~(ready | dead)
-    changed = [*sealed, *(page for page, _ in duplicates), *freed]
+    # A page sealed before its parent is linked only now, and its slot says so from now on.
+    changed = [*sealed, *linked, *(page for page, _ in duplicates), *freed]
     if changed:
         out.writes.append(SetSlots(pool.id, tuple(table.slot(page, pool.number) for page in changed)))
         state.moved = True

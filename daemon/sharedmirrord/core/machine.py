@@ -208,7 +208,9 @@ def _request(state: State, event: Request, now: float, out: Effects) -> None:
     except SharedMirrorError as error:
         out.replies.append((session.id, _failure(event.id, error)))
         return
-    waiter = Waiter(session.id, event.id, event.op, event.arguments, now + wait_s, UsageError("not tried"))
+    waiter = Waiter(
+        session.id, event.id, event.op, event.arguments, now + wait_s, now + wait_s, UsageError("not tried")
+    )
     if not _try(state, session, waiter, now, out):
         state.waiters.append(waiter)
 
@@ -231,9 +233,9 @@ def _try(state: State, session: Session, waiter: Waiter, now: float, out: Effect
         body = handler(state, session, waiter.arguments, now, out)
     except SharedMirrorError as error:
         grace = isinstance(error, RankAttached)
-        deadline = min(waiter.deadline, session.since + _DYING_GRACE_S) if grace else waiter.deadline
+        deadline = min(waiter.limit, session.since + _DYING_GRACE_S) if grace else waiter.limit
         if (error.retryable or grace) and deadline > now and not state.stopping:
-            waiter.error, waiter.deadline = error, deadline if grace else waiter.deadline
+            waiter.error, waiter.deadline = error, deadline
             return False
         _answer(state, session, waiter, _failure(waiter.request, error), out)
         return True

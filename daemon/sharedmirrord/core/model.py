@@ -135,6 +135,8 @@ class Pool:
     failure: SharedMirrorError | None = None
     announced: dict[int, int] = field(default_factory=dict)
     """While forming: the session that announced each rank."""
+    asked: dict[int, int | None] = field(default_factory=dict)
+    """While forming: how many host pages each rank asked for."""
     planes: dict[int, tuple[Plane, ...]] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     places: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
@@ -273,6 +275,8 @@ class Waiter:
     request: int
     op: str
     arguments: dict[str, Any]
+    limit: float
+    """When the wait that was asked for ends; ``deadline`` may be earlier."""
     deadline: float
     error: SharedMirrorError
 

@@ -117,22 +117,37 @@ class PageTable:
 
     # -- keys ------------------------------------------------------------------------------------
 
-    def seal(self, page: int, key: bytes, parent_key: bytes | None) -> None:
-        """Bind ``key``, which must be unbound, to a leased page and make it readable."""
+    def seal(self, page: int, key: bytes, parent_key: bytes | None) -> list[int]:
+        """Bind ``key``, which must be unbound, to a leased page and make it readable.
+
+        Returns the pages sealed before that hang on this one from now on.
+        """
         self._move(page, PageEvent.SEAL)
         self.keys[page] = key
         self.index[key] = page
         self._tick += 1
         self._used[page] = self._tick
         parent = self.index.get(parent_key) if parent_key is not None else None
-        if parent is not None:
+        if parent is not None and parent != page:
             self._link(page, parent)
-        elif parent_key is not None:
+        elif parent is None and parent_key is not None:
             self._await_parent(page, parent_key)
+        linked = []
         for child, generation in self._awaited.pop(key, ()) if self._awaited else ():
-            if self._orphan(child, generation) and child != page:
+            if self._orphan(child, generation) and child not in self._chain(page):
                 self._link(child, page)
+                linked.append(child)
         self._queue(page)
+        return linked
+
+    def _chain(self, page: int) -> set[int]:
+        """Return a page and all that it hangs on: a link to one of these would close a circle."""
+        found = set()
+        at: int | None = page
+        while at is not None:
+            found.add(at)
+            at = self._parent(at)
+        return found
 
     def _orphan(self, page: int, generation: int) -> bool:
         return self.states[page] == _SEALED and self.generations[page] == generation and self._parents[page] == NO_PAGE
@@ -375,7 +390,7 @@ class PageTable:
         found += [
             f"page {page} counts {self._children[page]} children and has {children[page]}"
             for page in range(self.pages)
-            if self.states[page] == _SEALED and self.keys[page] in self.index and self._children[page] != children[page]
+            if self.index.get(self.keys[page] or b"") == page and self._children[page] != children[page]
         ]
         found += [
             f"evictable page {page} is not queued"

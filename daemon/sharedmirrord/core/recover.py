@@ -191,6 +191,9 @@ class _Recovery:
         for rank in lease.writers:
             bits = self._records.get(("commit", number << 16 | rank), b"")
             lease.committed[rank] = int.from_bytes(bits, "little")
+            writer = state.sessions.get(lease.writers[rank])
+            if writer is None or not writer.may_copy:
+                lease.drained[rank] = lease.full  # proven gone, or detached, before the restart
         for at in each_bit(lease.keyed & ~lease.revoked):
             key = lease.keys[at]
             if key is not None:

@@ -58,6 +58,9 @@ def withdraw(state: State, session: Session, out: Effects) -> None:
     for pool in [pool for pool in state.pools.values() if not pool.ready and session.id in pool.announced.values()]:
         pool.announced = {rank: holder for rank, holder in pool.announced.items() if holder != session.id}
         pool.planes = {rank: planes for rank, planes in pool.planes.items() if rank in pool.announced}
+        pool.asked = {rank: count for rank, count in pool.asked.items() if rank in pool.announced}
+        pool.num_host_pages = next((count for count in pool.asked.values() if count is not None), None)
+        state.moved = True
         if not pool.announced:
             del state.pools[pool.id]
     if session.state is SessionState.WAITING:

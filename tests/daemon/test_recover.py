@@ -1,0 +1,459 @@
+"""Recovery gives back what was durable, asks again for what was not, and trusts nothing that is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant
+
+from sharedmirror.errors import InstanceChanged, NoPages, RanksMissing, StaleLease
+from sharedmirror.types import Role
+from sharedmirrord.core import machine, sessions
+from sharedmirrord.core.model import Peer, SessionState
+from sharedmirrord.core.transitions import PageState
+from tests.daemon.core_driver import MIB, Engine, unpacked
+from tests.daemon.core_story import CoreStory
+from tests.daemon.durable_driver import DurableDriver
+from tests.daemon.durable_view import durable_view, state_problems
+from tests.daemon.store_memory import ARENA_BYTES
+
+Story = Callable[[DurableDriver], Any]
+STORIES: list[Story] = []
+
+
+def story(tell: Story) -> Story:
+    STORIES.append(tell)
+    return tell
+
+
+@story
+def nothing_happened(driver: DurableDriver) -> None:
+    pass
+
+
+@story
+def attached_engines(driver: DurableDriver) -> None:
+    driver.engine("e")
+    driver.engine("f", pool="q", world_size=3, launch="first", layout="slab", num_host_pages=None, frames_per_page=2)
+    driver.engine("g", pool="s", kind="static", scheduler=False)
+
+
+@story
+def a_pool_that_is_still_forming(driver: DurableDriver) -> None:
+    driver.engine("e")
+    waiting = driver.hello()
+    driver.attach(waiting, pool="q", engine="f", rank=1, wait_s=5.0)
+
+
+@story
+def cached_chains(driver: DurableDriver) -> None:
+    engine = driver.engine("e", num_host_pages=12)
+    engine.cache(b"a", b"b", b"c")
+    engine.cache(b"d", parent=b"a")
+    driver.ask(engine.scheduler, "evict", keys=[b"c"])
+    engine.cache(b"e", parent=b"not there yet")
+
+
+@story
+def leases_half_way(driver: DurableDriver) -> None:
+    engine = driver.engine("e", num_host_pages=20)
+    half = engine.lease(4)
+    engine.commit(half["lease"], half["pages"][:3], ranks=[0])
+    engine.commit(half["lease"], half["pages"][1:2], ranks=[1])
+    driver.ask(engine.scheduler, "seal", lease=half["lease"], keys=[b"x", b"y"], pages=half["pages"][1:3], parent=b"w")
+    driver.ask(engine.scheduler, "abort", lease=half["lease"], pages=half["pages"][3:])
+    driver.ask(engine.scheduler, "reserve", keys=[b"r1", b"x", b"r2", b"y"], parent=b"x")
+    done = engine.lease(2)
+    driver.ask(engine.scheduler, "abort", lease=done["lease"])
+    engine.drained(0, [done["lease"]])
+
+
+@story
+def pins_and_releases(driver: DurableDriver) -> None:
+    engine = driver.engine("e", num_host_pages=12)
+    engine.cache(b"a", b"b", b"c")
+    engine.lookup(b"a", b"b")
+    hit = engine.lookup(b"c", b"nowhere", b"a", mode="each")
+    driver.ask(engine.scheduler, "release", hits=[hit["hit"]])
+    engine.drained(1, hits=[hit["hit"]])
+    engine.release(engine.lookup(b"b")["hit"] if engine.lookup(b"b") else 0)
+
+
+@story
+def a_cleared_pool_with_pins_and_leases(driver: DurableDriver) -> None:
+    engine = driver.engine("e", num_host_pages=12)
+    engine.cache(b"a", b"b", b"c")
+    engine.lookup(b"a", b"b")
+    engine.lookup(b"b", mode="each")
+    driver.ask(engine.scheduler, "reserve", keys=[b"z"], parent=b"c")
+    engine.lease(1)
+    driver.ask(engine.scheduler, "clear")
+    engine.cache(b"b", b"n")
+
+
+@story
+def dead_workers_in_every_degree(driver: DurableDriver) -> None:
+    engine = driver.engine("e", world_size=3, num_host_pages=20)
+    engine.cache(b"a", b"b")
+    engine.lookup(b"a")
+    lease = engine.lease(3)
+    engine.commit(lease["lease"], lease["pages"][:1], ranks=[0])
+    driver.disconnect(engine.workers[0])
+    driver.disconnect(engine.workers[1])
+    driver.died(engine.workers[1])
+    driver.kill(engine.workers[2])
+    again = driver.hello()
+    driver.ask_attach(again, rank=1, world_size=3, num_host_pages=20)
+
+
+@story
+def a_dead_scheduler(driver: DurableDriver) -> None:
+    engine = driver.engine("e")
+    engine.cache(b"a")
+    engine.lookup(b"a")
+    engine.lease(2)
+    driver.kill(engine.scheduler)
+
+
+@story
+def an_engine_that_left(driver: DurableDriver) -> None:
+    engine = driver.engine("e")
+    engine.cache(b"a")
+    other = driver.engine("f")
+    lease = other.lease(2)
+    driver.ask(engine.workers[0], "detach", unmapped=True)
+    driver.ask(other.workers[0], "detach", unmapped=False)
+    assert lease["lease"] in driver.state.leases
+
+
+@story
+def generations_far_beyond_one_step(driver: DurableDriver) -> None:
+    engine = driver.engine("e", world_size=1, num_host_pages=2)
+    for number in range(1100):
+        driver.state.pools[driver.pool().id].table.generations[1] += number > 5  # type: ignore[union-attr]
+        engine.cache(b"%d" % number)
+
+
+@pytest.fixture
+def driver() -> DurableDriver:
+    return DurableDriver()
+
+
+@pytest.mark.parametrize("tell", STORIES, ids=lambda tell: tell.__name__)
+def test_everything_durable_comes_back(driver: DurableDriver, tell: Story) -> None:
+    tell(driver)
+    state = driver.recovered()
+    assert durable_view(state) == durable_view(driver.state)
+    assert state_problems(state) == []
+    assert state.next_id >= driver.state.next_id
+    assert not state.ready
+
+
+@pytest.mark.parametrize("tell", STORIES, ids=lambda tell: tell.__name__)
+def test_a_second_recovery_gives_the_same(driver: DurableDriver, tell: Story) -> None:
+    tell(driver)
+    first = driver.recovered()
+    after = driver.restarted()
+    second = after.recovered()
+    assert durable_view(second) == durable_view(first)
+    assert second.survivors == first.survivors
+    assert second.next_id >= first.next_id
+    assert durable_view(after.restarted().recovered()) == durable_view(first)
+
+
+@pytest.mark.parametrize("tell", STORIES, ids=lambda tell: tell.__name__)
+def test_nothing_is_left_when_all_processes_end_after_a_restart(driver: DurableDriver, tell: Story) -> None:
+    tell(driver)
+    after = driver.restarted()
+    for session in list(after.state.sessions):
+        after.died(session)
+    for session in list(after.state.sessions):
+        after.gone(session)
+    assert (after.state.sessions, after.state.leases, after.state.hits, after.state.survivors) == ({}, {}, {}, set())
+    for pool in after.state.pools.values():
+        if pool.table is not None:
+            counts = pool.table.counts
+            assert counts[PageState.LEASED] == counts[PageState.QUARANTINED] == len(pool.table.pins) == 0
+
+
+class RecoveryStory(CoreStory):
+    """Whatever happened, a kill now would lose nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = DurableDriver()
+
+    @invariant()
+    def a_restart_gives_back_what_was_durable(self) -> None:
+        assert isinstance(self.driver, DurableDriver)
+        state = self.driver.recovered()
+        assert durable_view(state) == durable_view(self.driver.state)
+        assert state_problems(state) == []
+
+
+TestRecoveryStory = RecoveryStory.TestCase
+TestRecoveryStory.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# -- sessions that come back ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(driver: DurableDriver) -> Engine:
+    return driver.engine("e", num_host_pages=8)
+
+
+def test_sessions_come_back_as_lost_survivors(driver: DurableDriver, engine: Engine) -> None:
+    driver.ask(engine.workers[1], "detach", unmapped=False)
+    state = driver.recovered()
+    assert state.survivors == {engine.workers[0], engine.scheduler}
+    lives = {number: session.state for number, session in state.sessions.items()}
+    assert lives == {
+        engine.workers[0]: SessionState.LOST,
+        engine.workers[1]: SessionState.DETACHED,
+        engine.scheduler: SessionState.LOST,
+    }
+    assert not any(session.connected for session in state.sessions.values())
+
+
+def test_ids_never_repeat(driver: DurableDriver, engine: Engine) -> None:
+    used = {*driver.state.sessions, *driver.state.pools, *driver.state.incarnations}
+    for _ in range(4):
+        used.add(engine.lease(1)["lease"])
+        driver.resume(engine.scheduler, leases=[])
+        for rank in (0, 1):
+            engine.drained(rank, sorted(driver.state.leases))
+        driver = engine.driver = driver.restarted()  # type: ignore[assignment]
+        for session in list(driver.state.sessions):
+            driver.resume(session)
+        fresh = driver.hello(Role.SCHEDULER)
+        assert fresh not in used
+        used.add(fresh)
+        assert driver.state.id_high >= driver.state.next_id
+
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("lease", {"n": 2}),
+    ("lease", {"n": 99}),
+    ("reserve", {"keys": [b"a", b"b", b"new"], "parent": None}),
+    ("lookup", {"keys": [b"a", b"b"], "mode": "prefix"}),
+    ("evict", {"keys": [b"b"]}),
+    ("clear", {}),
+    ("release", {"hits": []}),
+]
+
+
+@pytest.mark.parametrize(("op", "arguments"), REQUESTS)
+def test_a_retry_of_the_last_request_gets_the_same_answer(
+    driver: DurableDriver, engine: Engine, op: str, arguments: dict[str, Any]
+) -> None:
+    engine.cache(b"a", b"b")
+    request = driver.send(engine.scheduler, op, **arguments)
+    answer = driver.replies[engine.scheduler, request]
+    after = driver.restarted()
+    before = durable_view(after.state)
+    after.resume(engine.scheduler, leases=[], hits=[], retry=request)
+    assert after.repeat(engine.scheduler, request, op, **arguments) == answer
+    assert durable_view(after.state) == before
+    older = after.repeat(engine.scheduler, request - 1, op, **arguments)
+    assert older["error"]["code"] == "stale_request"
+
+
+def test_the_answer_to_attach_is_kept_for_a_retry(driver: DurableDriver, engine: Engine) -> None:
+    after = driver.restarted()
+    worker = engine.workers[0]
+    after.resume(worker, retry=1)
+    again = after.repeat(worker, 1, "attach")
+    assert again == unpacked(driver.records.values["result"][worker]) == engine.replies[0] | {"id": 1}
+
+
+def test_survivors_block_eviction_until_the_last_has_resumed_or_gone(driver: DurableDriver, engine: Engine) -> None:
+    engine.cache(*(b"%d" % i for i in range(7)))
+    after = engine.driver = driver.restarted()  # type: ignore[assignment]
+    assert isinstance(after, DurableDriver)
+    after.resume(engine.scheduler)
+    for survivor in engine.workers:
+        with pytest.raises(NoPages, match="nothing is evicted until the processes") as caught:
+            engine.lease(1)
+        assert str(after.state.sessions[survivor].peer.pid) in caught.value.message
+        after.disconnect(survivor)
+        after.died(survivor)
+        with pytest.raises((NoPages, RanksMissing)):
+            engine.lease(1)
+        after.gone(survivor)
+    assert after.state.survivors == set()
+    fresh = after.engine("e", scheduler=False, num_host_pages=8)
+    assert len(fresh.workers) == 2
+    assert engine.lease(1)["evicted"] == [b"6"]
+
+
+def test_a_lease_that_waits_is_granted_when_the_last_survivor_has_resumed(
+    driver: DurableDriver, engine: Engine
+) -> None:
+    engine.cache(*(b"%d" % i for i in range(7)))
+    after = driver.restarted()
+    after.resume(engine.scheduler)
+    request = after.send(engine.scheduler, "lease", n=1, wait_s=5.0)
+    after.resume(engine.workers[0])
+    assert after.waits(engine.scheduler, request)
+    after.resume(engine.workers[1])
+    assert after.result(engine.scheduler, request)["evicted"] == [b"6"]
+
+
+def test_free_pages_are_granted_while_survivors_are_away(driver: DurableDriver, engine: Engine) -> None:
+    engine.cache(b"a")
+    after = engine.driver = driver.restarted()  # type: ignore[assignment]
+    assert isinstance(after, DurableDriver)
+    after.resume(engine.scheduler)
+    lease = engine.lease(6)
+    assert after.state.leases[lease["lease"]].writers == {0: engine.workers[0], 1: engine.workers[1]}
+
+
+def test_a_worker_commits_before_its_scheduler_is_back(driver: DurableDriver, engine: Engine) -> None:
+    pages = driver.ask(engine.scheduler, "reserve", keys=[b"a", b"b"], parent=None)
+    engine.commit(pages["lease"], ranks=[0])
+    after = driver.restarted()
+    after.resume(engine.workers[1])
+    assert after.ask(engine.workers[1], "commit", lease=pages["lease"], pages=None)["sealed"] == pages["pages"]
+    after.resume(engine.scheduler)
+    assert after.ask(engine.scheduler, "lookup", keys=[b"a", b"b"])["pages"] == pages["pages"]
+
+
+def test_what_a_resuming_session_omits_is_given_up(driver: DurableDriver, engine: Engine) -> None:
+    engine.cache(b"a", b"b")
+    kept, omitted = engine.lease(1), engine.lease(2)
+    hit, lost = engine.lookup(b"a")["hit"], engine.lookup(b"b", mode="each")["hit"]
+    after = driver.restarted()
+    effects = after.resume(engine.scheduler, leases=[kept["lease"]], hits=[hit])
+    lease = after.state.leases[omitted["lease"]]
+    assert lease.revoked == lease.open == 3
+    assert after.state.leases[kept["lease"]].revoked == 0
+    assert [after.state.hits[number].released for number in (hit, lost)] == [False, True]
+    for worker in engine.workers:
+        said = [body["push"] for body in after.pushed(effects, worker)]
+        assert said == ["revoked", "released"]
+    with pytest.raises(StaleLease):
+        after.ask(engine.workers[0], "commit", lease=omitted["lease"], pages=None)
+    for worker in engine.workers:
+        after.ask(worker, "drained", leases=[omitted["lease"]], hits=[lost])
+    assert omitted["lease"] not in after.state.leases and lost not in after.state.hits
+
+
+@pytest.mark.parametrize("retried", [True, False])
+def test_the_answer_that_a_resuming_session_has_not_seen_is_not_given_up(
+    driver: DurableDriver, engine: Engine, retried: bool
+) -> None:
+    engine.cache(b"a")
+    hit = engine.lookup(b"a")["hit"]
+    lease_request = driver.send(engine.scheduler, "lease", n=1)
+    number = driver.replies[engine.scheduler, lease_request]["lease"]
+    after = driver.restarted()
+    after.resume(engine.scheduler, leases=[], hits=[hit], retry=lease_request if retried else None)
+    assert bool(after.state.leases[number].revoked) is not retried
+    hit_request = after.send(engine.scheduler, "lookup", keys=[b"a"])
+    second = after.replies[engine.scheduler, hit_request]["hit"]
+    last = after.restarted()
+    last.resume(engine.scheduler, leases=[number], hits=[], retry=hit_request if retried else None)
+    assert last.state.hits[hit].released
+    assert last.state.hits[second].released is not retried
+
+
+def test_revocations_and_releases_are_asked_again(driver: DurableDriver, engine: Engine) -> None:
+    engine.cache(b"a", b"b")
+    whole, part = engine.lease(2), engine.lease(2)
+    driver.ask(engine.scheduler, "abort", lease=whole["lease"])
+    driver.ask(engine.scheduler, "abort", lease=part["lease"], pages=part["pages"][1:])
+    hit = engine.lookup(b"a")["hit"]
+    driver.ask(engine.scheduler, "release", hits=[hit])
+    engine.drained(0, [whole["lease"]], [hit], pages=[[part["lease"], part["pages"][1:]]])
+    after = driver.restarted()
+    for worker in engine.workers:  # rank 0 has answered once: the answer was not durable, so it answers again
+        assert after.pushed(after.resume(worker), worker) == [
+            {"push": "revoked", "leases": [whole["lease"]], "lease_floor": whole["lease"]},
+            {"push": "revoked_pages", "lease": part["lease"], "pages": part["pages"][1:]},
+            {"push": "released", "hits": [hit], "hit_floor": hit},
+        ]
+    assert after.pushed(after.resume(engine.scheduler), engine.scheduler) == []
+    for worker in engine.workers:
+        assert whole["lease"] in after.state.leases and hit in after.state.hits
+        after.ask(worker, "drained", leases=[whole["lease"]], hits=[hit], pages=[[part["lease"], part["pages"][1:]]])
+    assert after.table().counts[PageState.LEASED] == 1
+    assert hit not in after.state.hits
+
+
+def test_a_retry_of_a_request_that_waits_waits_on_the_new_connection(driver: DurableDriver, engine: Engine) -> None:
+    lease = engine.lease(7)
+    request = driver.send(engine.scheduler, "lease", n=1, wait_s=5.0)
+    # The newest connection wins, also when the end of the older one was not seen.
+    driver.resume(engine.scheduler, retry=request)
+    driver.apply(machine.Request(engine.scheduler, request, "lease", {"n": 1, "wait_s": 5.0}))
+    assert driver.waits(engine.scheduler, request)
+    driver.ask(engine.workers[0], "commit", lease=lease["lease"])
+    driver.apply(machine.Disconnected(engine.scheduler))
+    driver.resume(engine.scheduler, leases=[], retry=request)
+    driver.apply(machine.Request(engine.scheduler, request, "lease", {"n": 1, "wait_s": 5.0}))
+    engine.drained(1, [lease["lease"]])
+    assert len(driver.result(engine.scheduler, request)["pages"]) == 1
+
+
+@pytest.mark.parametrize("how", ["gone", "detached", "unmapped"])
+def test_evidence_of_a_writer_that_left_survives(driver: DurableDriver, engine: Engine, how: str) -> None:
+    lease = engine.lease(3)
+    engine.commit(lease["lease"], lease["pages"][:1], ranks=[1])
+    if how == "gone":
+        driver.kill(engine.workers[0])
+    else:
+        driver.ask(engine.workers[0], "detach", unmapped=how == "unmapped")
+    after = driver.restarted()
+    after.resume(engine.scheduler)
+    after.resume(engine.workers[1])
+    after.ask(engine.workers[1], "drained", leases=[lease["lease"]], hits=[])
+    assert lease["lease"] not in after.state.leases
+    assert after.table().counts[PageState.FREE] == 7
+
+
+def test_only_the_process_itself_with_its_token_may_resume(driver: DurableDriver, engine: Engine) -> None:
+    state = driver.recovered()
+    number = engine.workers[0]
+    known = state.sessions[number].peer
+    assert known == driver.state.sessions[number].peer
+    sessions.check_resume(state, number, known)
+    others = [
+        Peer(known.pid + 1, known.uid, known.start_time, known.token_hash),
+        Peer(known.pid, known.uid + 1, known.start_time, known.token_hash),
+        Peer(known.pid, known.uid, known.start_time + 1, known.token_hash),
+        Peer(known.pid, known.uid, known.start_time, b"x" * 16),
+    ]
+    for other in others:
+        with pytest.raises(InstanceChanged, match="belongs to another process"):
+            sessions.check_resume(state, number, other)
+    with pytest.raises(InstanceChanged, match="has ended"):
+        sessions.check_resume(state, 4095, known)
+    machine.apply(state, machine.Died(number), 6.0)
+    with pytest.raises(InstanceChanged, match="has ended"):
+        sessions.check_resume(state, number, known)
+
+
+def test_a_static_pool_is_held_after_a_restart(driver: DurableDriver) -> None:
+    holder = driver.engine("g", world_size=1, pool="s", kind="static", scheduler=False)
+    after = driver.restarted()
+    incarnation = after.state.sessions[holder.workers[0]].incarnation
+    assert after.pool("s").holder == incarnation
+    other = after.hello()
+    request = after.attach(other, pool="s", kind="static", engine="h", world_size=1)
+    assert after.replies[other, request]["error"]["code"] == "engine_busy"
+    after.gone(holder.workers[0])
+    after.ask_attach(other, pool="s", kind="static", engine="h", world_size=1)
+
+
+def test_space_of_a_pool_is_not_given_out_again(driver: DurableDriver, engine: Engine) -> None:
+    after = driver.restarted()
+    assert after.state.space.free_bytes == driver.state.space.free_bytes == ARENA_BYTES - 4 * MIB
+    second = after.engine("f", pool="q", num_host_pages=4)
+    offsets = [extent[1] for reply in [*engine.replies, *second.replies] for extent in reply["regions"][0]["extents"]]
+    assert sorted(offsets) == [0, 2 * MIB, 4 * MIB, 6 * MIB]
