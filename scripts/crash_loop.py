@@ -241,15 +241,18 @@ class Loop:
     def _calm(self) -> None:
         """No more harm: everything that is dead comes back once, without failpoints."""
         self.go_on(all=True)
+        with open(self.stage.calm_path, "x"):
+            pass
+        quiet = time.monotonic() + 1.0  # who is about to die has died by then
+        while time.monotonic() < quiet:
+            self.listen(0.05)
+            self.reap()
         if self.daemon.pid:
             os.kill(self.daemon.pid, signal.SIGKILL)
             os.waitpid(self.daemon.pid, 0)
             self.counts["kills of a daemon"] += 1
         self.harm = False
         self.start(self.daemon)
-        for actor in self.actors:
-            if not actor.pid:
-                self.start(actor)
         self._wait(lambda: self._all_there(), "all are there again")
 
     def _all_there(self) -> bool:

@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client as Dial
 from multiprocessing.connection import Connection, Listener
@@ -49,6 +50,11 @@ class Stage:
 
     def worker_path(self, engine: int, rank: int) -> str:
         return os.path.join(self.directory, f"worker{engine}.{rank}")
+
+    @property
+    def calm_path(self) -> str:
+        """A file that is there once nobody is to die any more."""
+        return os.path.join(self.directory, "calm")
 
     def report(self, **what: Any) -> None:
         # One write of less than a pipe's atomic size, so that lines of different processes stay whole.
@@ -134,15 +140,15 @@ class Worker:
         self.mirror.store(lease, pairs).wait(PATIENCE_S)
         self.stage.count(**{"pages stored": len(pairs)})
         chance = self.random.random()
-        if chance < 0.02:
+        if chance < 0.01:
             self._die_with_ghost(peer, lambda: self._haunt(lease.pages))
-        elif chance < 0.04:
+        elif chance < 0.03:
             self._fork(peer, lambda: time.sleep(self.random.uniform(0.5, 2.0)), closes=self.random.random() < 0.5)
+        done: set[int] = set()
         if how == "none":
-            return set()
+            return done
         if how == "queued":
             self.mirror.commit(lease, wait=False)
-            done = set()
             while True:
                 progress = self.mirror.poll()
                 for _, error in progress.failed:
@@ -152,11 +158,10 @@ class Worker:
                 if not progress.waiting:
                     return done
         half = len(pairs) // 2
-        parts = [None] if how == "whole" or not half else [lease.pages[:half], lease.pages[half:]]
-        done = set()
-        for part in parts:
-            sealed = self.mirror.commit(lease, part, timeout_s=PATIENCE_S)
-            done |= {*sealed.sealed, *sealed.duplicates} if sealed else set()
+        for part in [None] if how == "whole" or not half else [lease.pages[:half], lease.pages[half:]]:
+            answer = self.mirror.commit(lease, part, timeout_s=PATIENCE_S)
+            if answer is not None:
+                done |= {*answer.sealed, *answer.duplicates}
         return done
 
     def _load(self, peer: Connection[Any, Any], hit: Hit, keys: list[bytes]) -> int:
@@ -167,7 +172,7 @@ class Worker:
         for at, (page, key) in enumerate(wanted):
             self._verify(key, page, [rows[at] for rows in self.device], "was loaded")
         self.stage.count(**{"pages verified": len(wanted)})
-        if self.random.random() < 0.02:
+        if self.random.random() < 0.01:
             self._die_with_ghost(peer, lambda: self._watch(wanted))
         return len(wanted)
 
@@ -186,12 +191,14 @@ class Worker:
 
     # -- ghosts ----------------------------------------------------------------------------------
 
-    def _die_with_ghost(self, peer: Connection[Any, Any], work: Any) -> None:
+    def _die_with_ghost(self, peer: Connection[Any, Any], work: Callable[[], None]) -> None:
+        if os.path.exists(self.stage.calm_path):
+            return
         self._fork(peer, work, closes=self.random.random() < 0.5)
         self.stage.count(ghosts=1)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _fork(self, peer: Connection[Any, Any], work: Any, *, closes: bool) -> None:
+    def _fork(self, peer: Connection[Any, Any], work: Callable[[], None], *, closes: bool) -> None:
         """Leave a child behind; it ``closes`` its descriptors or keeps them, and holds the mapping either way."""
         if os.fork():
             return
@@ -206,18 +213,19 @@ class Worker:
         finally:
             os._exit(0)
 
-    def _haunt(self, pages: tuple[int, ...]) -> None:
+    def _haunt(self, pages: Sequence[int]) -> None:
         until = time.monotonic() + self.random.uniform(0.3, 2.0)
         while time.monotonic() < until:
             for host in self.host:
                 host[list(pages)] = GHOST_BYTE
             time.sleep(0.002)
 
-    def _watch(self, wanted: list[tuple[int, bytes]]) -> None:
+    def _watch(self, wanted: Sequence[tuple[int, bytes]]) -> None:
         until = time.monotonic() + self.random.uniform(0.3, 2.0)
         while time.monotonic() < until:
             for page, key in wanted:
-                if not self._verify(key, page, [host[page] for host in self.host], "changed under a dead worker's load"):
+                planes = [host[page] for host in self.host]
+                if not self._verify(key, page, planes, "changed under a dead worker's load"):
                     return
             time.sleep(0.01)
 
@@ -355,7 +363,7 @@ class Scheduler:
             done |= {*sealed.sealed, *sealed.duplicates}
         if done != set(lease.pages):
             missing = sorted(set(lease.pages) - done)
-            self.stage.violation(f"{self.name}: all ranks committed lease {lease.id}, but pages {missing} are not sealed")
+            self.stage.violation(f"{self.name}: all committed lease {lease.id}, but pages {missing} are not sealed")
         self.stage.count(**{"pages sealed": len(done)})
 
     def _abort(self, lease: Lease) -> None:

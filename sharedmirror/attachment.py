@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -109,16 +110,29 @@ class Attachment:
         """Addresses that no single copy may cross: where one registration ends and the next begins."""
         return [edge for registration in self.registrations for edge in registration.edges]
 
+    @property
+    def registering(self) -> list[HostRegistration]:
+        """The registrations that are under way in the background."""
+        return [registration for registration in self.registrations if not registration.complete]
+
     def require(self, last_frame: int, slice_bytes: Sequence[int]) -> None:
         """Wait until frames up to ``last_frame`` are registered in every plane; raises MemoryFault.
 
         ``slice_bytes`` has one number a plane. Without CUDA there is nothing to wait for.
         """
-        if all(registration.complete for registration in self.registrations):
+        if not self.registering:
             return
         for place, size in zip(self.placements, slice_bytes, strict=True):
             end = self.regions[place.region].address + place.base + last_frame * place.stride + size
             self.registrations[place.region].require(end)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Let copies be submitted before the next chunk is registered; ``require`` comes first."""
+        with ExitStack() as stack:
+            for registration in self.registering:
+                stack.enter_context(registration.paused())
+            yield
 
     def leave(self) -> None:
         """Unregister, unmap what nobody views any more, and detach; the caller has drained its copies.

@@ -187,12 +187,16 @@ class SharedHostMirror:
         Raises PageError before anything is copied, WrongPoolKind in a leased pool, CopyError.
         """
         with self._gate:
-            self._engine_of("store_pages").store(*self._raw(pairs, "store"), stream)
+            engine, (device, frames) = self._engine_of("store_pages"), self._raw(pairs, "store")
+            with self._attachment.copying():
+                engine.store(device, frames, stream)
 
     def load_pages(self, pairs: PagePairs, stream: Stream = None) -> None:
         """Copy (device page, host frame) pairs to the device; otherwise like ``store_pages``."""
         with self._gate:
-            self._engine_of("load_pages").load(*self._raw(pairs, "load"), stream)
+            engine, (device, frames) = self._engine_of("load_pages"), self._raw(pairs, "load")
+            with self._attachment.copying():
+                engine.load(device, frames, stream)
 
     def load_pages_with_events(self, pairs: PagePairs, stream: Stream = None) -> list[Event]:
         """Like ``load_pages``; return one event per plane, in ``tensor_pairs`` order.
@@ -201,7 +205,9 @@ class SharedHostMirror:
         layers; the last event of the list covers every copy. No event is ever recorded again.
         """
         with self._gate:
-            return self._engine_of("load_pages_with_events").load_with_events(*self._raw(pairs, "load"), stream)
+            engine, (device, frames) = self._engine_of("load_pages_with_events"), self._raw(pairs, "load")
+            with self._attachment.copying():
+                return engine.load_with_events(device, frames, stream)
 
     def _engine_of(self, call: str) -> CopyEngine:
         if self._kind is not PoolKind.STATIC:
@@ -235,7 +241,8 @@ class SharedHostMirror:
             ledger = self._ledger_of("store")
             device, frames = self._checked(pairs, "store")
             transfer = ledger.begin_store(lease, self._pages_of(frames))
-            return _submit(transfer, self._engine.store, device, frames, stream)
+            with self._attachment.copying():
+                return _submit(transfer, self._engine.store, device, frames, stream)
 
     def load(self, hit: HitLike, pairs: PagePairs, stream: Stream = None) -> Transfer:
         """Copy (device page, host frame) pairs out of pages of ``hit``; otherwise like ``store``."""
@@ -243,7 +250,8 @@ class SharedHostMirror:
             ledger = self._ledger_of("load")
             device, frames = self._checked(pairs, "load")
             transfer = ledger.begin_load(hit, self._pages_of(frames))
-            return _submit(transfer, self._engine.load, device, frames, stream)
+            with self._attachment.copying():
+                return _submit(transfer, self._engine.load, device, frames, stream)
 
     def commit(
         self, lease: Lease, pages: Iterable[int] | None = None, *, wait: bool = True, timeout_s: float = 30.0

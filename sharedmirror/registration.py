@@ -71,6 +71,7 @@ class HostRegistration:
         self._fault: MemoryFault | None = None
         self._changed = threading.Condition()
         self._stop = False
+        self._urgent = 0
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._device = self._call("cuDeviceGet", device.index or 0)
@@ -101,6 +102,9 @@ class HostRegistration:
                     for piece in pieces:
                         piece.result()
                     pieces = _prefault(pool, *chunks[at + 1]) if at + 1 < len(chunks) and not self._stop else []
+                    with self._changed:
+                        # The driver holds the process's lock for a whole chunk: copies under way go first.
+                        self._changed.wait_for(lambda: not self._urgent or self._stop)
                     if self._stop:
                         return
                     self._call("cuMemHostRegister", start, length, _PORTABLE | _DEVICEMAP)
@@ -131,6 +135,18 @@ class HostRegistration:
             self._changed.wait_for(lambda: self._ready >= end or self._fault is not None or self._stop)
         if self._ready < end:
             raise self._fault or MemoryFault("the region was given back while it was being registered")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Begin no further chunk meanwhile."""
+        with self._changed:
+            self._urgent += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._urgent -= 1
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Unregister; the caller has drained all copies. A second call, or one in a fork, does nothing.

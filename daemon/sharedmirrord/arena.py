@@ -188,6 +188,8 @@ class Arena:
             if self.stop.is_set():
                 return False
             self._ready_bytes = self._pinned_bytes = 0  # an earlier run was stopped or failed
+            if self._pin == "mlock":
+                self._lock()
             # The first piece goes alone: it shows a full /dev/shm or missing huge pages before much is taken.
             if not self._prepare(0):
                 return False
@@ -238,7 +240,7 @@ class Arena:
         return self.bytes_ready == self.size_bytes
 
     def _prepare(self, offset: int) -> bool:
-        """Populate and lock one piece; returns False when told to stop. Runs in many threads."""
+        """Populate one piece; returns False when told to stop. Runs in many threads."""
         if self.stop.is_set():
             return False
         length = min(PIECE_BYTES, self.size_bytes - offset)
@@ -248,24 +250,21 @@ class Arena:
             raise memory.shortage(self.name, self.size_bytes, self.bytes_ready, error) from error
         with self._count:
             self._ready_bytes += length
-        if self._pin == "mlock":
-            self._lock(self._address + offset, length)
+            if self._pin == "mlock":
+                self._pinned_bytes += length
         return True
 
-    def _lock(self, address: int, length: int) -> None:
-        refusal = syscalls.mlock(address, length)
-        with self._count:
-            if not refusal:
-                self._pinned_bytes += length
-            elif self._pin == "mlock":
-                self._pin = "none"
-                _log.warning(
-                    "event=mlock_refused arena=%s errno=%s pinned_bytes=%d remedy='LimitMEMLOCK=infinity in the unit, "
-                    "`ulimit -l unlimited`, or docker run --ulimit memlock=-1; workers pin their regions anyway'",
-                    self.name,
-                    errno.errorcode.get(refusal, refusal),
-                    self._pinned_bytes,
-                )
+    def _lock(self) -> None:
+        """Lock the mapping before it has pages: locking piece by piece would stop the other threads each time."""
+        refusal = syscalls.mlock_on_fault(self._address, self.size_bytes)
+        if refusal:
+            self._pin = "none"
+            _log.warning(
+                "event=mlock_refused arena=%s errno=%s remedy='LimitMEMLOCK=infinity in the unit, "
+                "`ulimit -l unlimited`, or docker run --ulimit memlock=-1; workers pin their regions anyway'",
+                self.name,
+                errno.errorcode.get(refusal, refusal),
+            )
 
     def _register(self, cuda: CudaRegistration) -> bool:
         for offset in range(self._pinned_bytes, self.size_bytes, registration.CHUNK_BYTES):

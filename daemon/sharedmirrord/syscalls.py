@@ -25,12 +25,14 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MPOL_INTERLEAVE = 3
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 
+_MLOCK_ONFAULT = 1
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mlock2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
 _libc.syscall.restype = ctypes.c_long
 
 
@@ -65,9 +67,9 @@ def madvise(address: int, size_bytes: int, advice: int) -> int:
     return 0 if _libc.madvise(address, size_bytes, advice) == 0 else ctypes.get_errno()
 
 
-def mlock(address: int, size_bytes: int) -> int:
-    """Lock a range in memory; returns 0 or the errno."""
-    return 0 if _libc.mlock(address, size_bytes) == 0 else ctypes.get_errno()
+def mlock_on_fault(address: int, size_bytes: int) -> int:
+    """Lock each page of a range in memory once it is there; returns 0 or the errno."""
+    return 0 if _libc.mlock2(address, size_bytes, _MLOCK_ONFAULT) == 0 else ctypes.get_errno()
 
 
 def populate(fd: int, address: int, offset: int, size_bytes: int) -> None:

@@ -91,10 +91,9 @@ class Driver:
         self._call("cuInit", 0)
         self.device = self._made("cuDeviceGet", device, kind=ctypes.c_int)
         self._context = self._made("cuDevicePrimaryCtxRetain", self.device)
-        self._launch, self._copy, self._copy_rows, self._wait, self._record = (
-            self._calls[name]
-            for name in ("cuLaunchKernelEx", "cuMemcpyAsync", "cuMemcpy2DAsync_v2", "cuStreamWaitEvent", "cuEventRecord")
-        )
+        self._launch, self._copy = self._calls["cuLaunchKernelEx"], self._calls["cuMemcpyAsync"]
+        self._copy_rows = self._calls["cuMemcpy2DAsync_v2"]
+        self._wait, self._record = self._calls["cuStreamWaitEvent"], self._calls["cuEventRecord"]
 
     def __enter__(self) -> Driver:
         self._call("cuCtxPushCurrent_v2", self._context)

@@ -23,7 +23,16 @@ import numpy.typing as npt
 from sharedmirror.copies.pairs import Ids, merge_runs
 from sharedmirror.copies.view import TILE_BYTES, Addresses, Band, Piece, View
 
-__all__ = ["Copies", "Route", "Staged", "choose_route", "plan_plain", "plan_staged"]
+__all__ = [
+    "Copies",
+    "Route",
+    "Staged",
+    "choose_route",
+    "plan_plain",
+    "plan_staged",
+    "sort_by_frame",
+    "starts_by_kernel",
+]
 
 CHUNKS = 8
 """A call is cut into at least so many chunks: the first and the last are on one side only, the rest overlap."""
@@ -34,6 +43,8 @@ PLAIN_BYTES = 1 << 20
 """From this length of a contiguous stretch on, the copy engine needs no staging to be at full speed."""
 ROW_BYTES = 256 << 10
 """Rows of a copy into a slab's contiguous run are made this wide where the run is long enough."""
+KERNEL_COPY_BYTES = 64 << 10
+"""Below this, copies to the device are slow: the driver sends their bytes along with the commands."""
 FEW_ROWS = 4
 """Up to this many rows, single copies in a batch cost less than one 2D copy."""
 MAX_PITCH = (1 << 31) - 1
@@ -80,26 +91,34 @@ class Copies:
 class Staged:
     """Chunks of one call; chunk c uses slot ``(first_slot + c) % slots``.
 
-    ``pages`` are the device pages in the order in which chunks count them. ``launches`` has shape (chunks,
+    ``launches`` has shape (chunks,
     tables, 6): index of the first page, pages, first tile, tiles, low x, high x. ``group_ends[g]`` is the
-    number of chunks after which group g is complete.
+    number of chunks after which the g-th of the groups in the plan is complete.
     """
 
-    pages: Ids
     launches: Ids
     copies: Copies
     group_ends: tuple[int, ...]
 
 
 def plan_staged(
-    view: View, pages: Ids, frames: Ids, slots: Sequence[int], slot_bytes: int, first_slot: int, edges: Ids
+    view: View,
+    pages: Ids,
+    frames: Ids,
+    slots: Sequence[int],
+    slot_bytes: int,
+    first_slot: int,
+    edges: Ids,
+    *,
+    first_group: int = 0,
 ) -> Staged:
-    """Cut a call into chunks that each fit one of the slots, which lie at the addresses ``slots``."""
-    order = np.argsort(frames, kind="stable")
-    pages, frames = pages[order], frames[order]
+    """Cut a call into chunks that each fit one of the slots, which lie at the addresses ``slots``.
+
+    The frames are in ascending order (``sort_by_frame``). The groups before ``first_group`` are left out.
+    """
     chunk_bytes = _chunk_bytes(view.groups[-1] * len(pages), slot_bytes)
     per_chunk = _pages_per_chunk(view, frames, chunk_bytes)
-    pieces = view.pieces(chunk_bytes // per_chunk)
+    pieces = [piece for piece in view.pieces(chunk_bytes // per_chunk) if piece.group >= first_group]
     blocks = -(-len(pages) // per_chunk)
     counts = np.full(blocks, per_chunk, np.int64)
     counts[-1] = len(pages) - (blocks - 1) * per_chunk
@@ -111,9 +130,9 @@ def plan_staged(
         for band in piece.bands
     ]
     table, chunk = (np.concatenate(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-    ends = np.cumsum(np.bincount([piece.group for piece in pieces], minlength=len(view.groups) - 1)) * blocks
+    pieces_of = np.bincount([piece.group for piece in pieces], minlength=len(view.groups) - 1)
+    ends = np.cumsum(pieces_of[first_group:]) * blocks
     return Staged(
-        pages,
         _launches(view, pieces, counts, per_chunk),
         _arrange(table, chunk, len(places), edges),
         tuple(ends.tolist()),
@@ -124,6 +143,17 @@ def _chunk_bytes(total_bytes: int, slot_bytes: int) -> int:
     """Return the size of a chunk; powers of two, so that a view is cut into pieces in few ways."""
     wanted = max(LEAST_CHUNK_BYTES, total_bytes // CHUNKS)
     return slot_bytes if wanted >= slot_bytes else min(slot_bytes, 1 << (wanted.bit_length() - 1))
+
+
+def sort_by_frame(pages: Ids, frames: Ids) -> tuple[Ids, Ids]:
+    """Return both in the order of the frames, so that neighbours on the host are neighbours in a slot."""
+    order = np.argsort(frames, kind="stable")
+    return pages[order], frames[order]
+
+
+def starts_by_kernel(view: View) -> bool:
+    """Return whether the first group of several is so small that a kernel on host memory is the fastest."""
+    return len(view.groups) > 2 and view.copy_bytes(0) < KERNEL_COPY_BYTES
 
 
 def _pages_per_chunk(view: View, frames: Ids, chunk_bytes: int) -> int:

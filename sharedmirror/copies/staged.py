@@ -25,8 +25,17 @@ from sharedmirror.copies.interface import Event, Geometry, Stream
 from sharedmirror.copies.kernels import ARGUMENTS, MoveKernels
 from sharedmirror.copies.lane import ID_ROOM, Lane
 from sharedmirror.copies.pairs import Ids
-from sharedmirror.copies.plan import Copies, Route, Staged, choose_route, plan_plain, plan_staged
-from sharedmirror.copies.view import Addresses, View, build_view, group_planes
+from sharedmirror.copies.plan import (
+    Copies,
+    Route,
+    Staged,
+    choose_route,
+    plan_plain,
+    plan_staged,
+    sort_by_frame,
+    starts_by_kernel,
+)
+from sharedmirror.copies.view import Addresses, View, build_view, layered_view
 from sharedmirror.errors import ClosedError, CopyError, UsageError
 
 __all__ = ["StagedEngine"]
@@ -39,8 +48,6 @@ BLOCKS = 32
 """Blocks of 128 threads that gather or scatter; more only disturb the model's kernels."""
 DIRECT_BLOCKS = 132
 """Blocks of a small call's kernel: reading over the link needs many words under way."""
-LOAD_GROUPS = 10
-"""Groups of layers in ``load_with_events``: the first is complete after a tenth of the time."""
 MAX_PAGES = ID_ROOM // 4
 _LEGACY_STREAMS = (0, 1)
 
@@ -56,11 +63,11 @@ class StagedEngine:
         index = geometry.device.index
         self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._addresses = Addresses.of(geometry)
-        groups = group_planes(self._addresses, geometry.order, geometry.event_after, LOAD_GROUPS)
+        layered = layered_view(self._addresses, geometry.order, geometry.event_after)
         self._whole = _Lines(build_view(self._addresses, [geometry.order]), self._device)
-        self._layered = _Lines(build_view(self._addresses, groups), self._device)
+        self._layered = _Lines(layered, self._device)
         self._event_groups = [
-            self._layered.view.group_of_plane[geometry.order[after - 1]] for after in geometry.event_after
+            layered.group_of_plane[geometry.order[after - 1]] for after in geometry.event_after
         ]
         with torch.cuda.device(self._device):
             self._driver = Driver(self._device.index)
@@ -69,7 +76,7 @@ class StagedEngine:
                 self._load = Lane(self._driver, self._device, slots, slot_bytes)
                 self._kernels = MoveKernels(self._driver)
                 self._small = self._driver.reads_registered_memory
-                for table in self._whole.view.tables:
+                for table in (*self._whole.view.tables, *layered.tables):
                     for to_host in (True, False):
                         self._kernels.get(table, to_dense=to_host, direct=False)
                         self._kernels.get(table, to_dense=to_host, direct=True)
@@ -150,28 +157,32 @@ class StagedEngine:
             return events
 
     def _direct(self, lane: Lane, pages: Ids, frames: Ids, outer: torch.cuda.Stream) -> torch.cuda.Event:
-        """One kernel per word size, on the caller's own stream where that may be."""
+        """Kernels only, on the caller's own stream where that may be."""
         legacy = outer.cuda_stream in _LEGACY_STREAMS
         stream = lane.compute if legacy else outer.cuda_stream
         ids, _ = lane.ids.put(pages, frames)
-        view, count = self._whole.view, len(pages)
-        rows = [
-            (address, ids, ids + 8 * count, count, 0, len(table.fields), 0, view.groups[-1], 0)
-            for table, address in zip(view.tables, self._whole.addresses, strict=True)
-        ]
-        arguments = _Arguments(np.array(rows, np.int64))
         if legacy:
             lane.follow(stream, outer.cuda_stream)
-        for at, table in enumerate(view.tables):
-            kernel = self._kernels.get(table, to_dense=lane is self._store, direct=True)
-            blocks = np.array([min(DIRECT_BLOCKS, -(-count * len(table.fields) // table.rows))])
-            shape = launch_shapes(blocks, kernel.threads, kernel.shared_bytes, stream)
-            self._driver.launch(kernel, shape.ctypes.data, arguments.row(at))
+        self._launch_direct(lane, self._whole, len(self._whole.view.groups) - 1, ids, len(pages), stream)
         event = lane.event(stream) if legacy else outer.record_event()
         lane.ids.taken(event)
         if legacy:
             outer.wait_event(event)
         return event
+
+    def _launch_direct(self, lane: Lane, lines: _Lines, groups: int, ids: int, count: int, stream: int) -> None:
+        """Move the first groups straight between device and host; ``ids``: where pages and then frames lie."""
+        high = lines.view.groups[groups]
+        for table, address in zip(lines.view.tables, lines.addresses, strict=True):
+            tiles = int(table.between(np.array([0]), np.array([high]))[1][0])
+            if not tiles:
+                continue
+            row = (address, ids, ids + 8 * count, count, 0, tiles, 0, high, 0)
+            arguments = _Arguments(np.array([row], np.int64))
+            kernel = self._kernels.get(table, to_dense=lane is self._store, direct=True)
+            blocks = np.array([min(DIRECT_BLOCKS, -(-count * tiles // table.rows))])
+            shape = launch_shapes(blocks, kernel.threads, kernel.shared_bytes, stream)
+            self._driver.launch(kernel, shape.ctypes.data, arguments.row(0))
 
     def _plain(
         self, lane: Lane, lines: _Lines, pages: Ids, frames: Ids, outer: torch.cuda.Stream
@@ -194,14 +205,20 @@ class StagedEngine:
         """Chunk by chunk: kernel, then copies, in a store; copies, then kernel, in a load."""
         to_host = lane is self._store
         first, edges, view = lane.next_slot, self._addresses.edges, lines.view
-        plan = plan_staged(view, pages, frames, lane.slots, lane.slot_bytes, first, edges)
-        host, ids = lane.ids.put(plan.pages)
-        self._driver.copy(ids, host, 8 * len(plan.pages), lane.compute)
+        pages, frames = sort_by_frame(pages, frames)
+        host, ids = lane.ids.put(pages, frames)
+        events: list[torch.cuda.Event] = []
+        lane.follow(lane.compute if to_host else lane.copies, outer.cuda_stream)
+        by_kernel = int(self._small and starts_by_kernel(view))
+        if by_kernel:
+            lane.follow(lane.compute, outer.cuda_stream)
+            self._launch_direct(lane, lines, by_kernel, host, len(pages), lane.compute)
+            events.append(lane.event(lane.compute))
+        self._driver.copy(ids, host, 8 * len(pages), lane.compute)
+        plan = plan_staged(view, pages, frames, lane.slots, lane.slot_bytes, first, edges, first_group=by_kernel)
         kernels = [self._kernels.get(table, to_dense=to_host, direct=False) for table in view.tables]
         launches = _Launches(self._driver, kernels, plan, lines, lane, first, ids)
         copies = _Issue(self._driver, plan.copies, to_host)
-        lane.follow(lane.compute if to_host else lane.copies, outer.cuda_stream)
-        events: list[torch.cuda.Event] = []
         for chunk in range(len(plan.launches)):
             free = lane.free[lane.next_slot]
             lane.next_slot = (lane.next_slot + 1) % len(lane.slots)
@@ -217,7 +234,7 @@ class StagedEngine:
                 lane.follow(lane.compute, lane.copies)
                 launches.submit(chunk)
                 self._driver.record(free, lane.compute)
-            while len(events) < len(plan.group_ends) and plan.group_ends[len(events)] == chunk + 1:
+            if chunk + 1 in plan.group_ends:
                 events.append(lane.event(lane.copies if to_host else lane.compute))
         lane.ids.taken(events[-1])
         return events

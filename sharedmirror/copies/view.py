@@ -22,8 +22,21 @@ from sharedmirror.copies.pairs import Ids
 if TYPE_CHECKING:
     from sharedmirror.copies.interface import Geometry
 
-__all__ = ["TILE_FIELDS", "Addresses", "Band", "Piece", "TileTable", "View", "build_view", "group_planes"]
+__all__ = [
+    "TILE_FIELDS",
+    "Addresses",
+    "Band",
+    "Piece",
+    "TileTable",
+    "View",
+    "build_view",
+    "group_planes",
+    "layered_view",
+]
 
+FIRST_SHARE = 0.1
+LATER_GROUPS = 5
+COPY_BYTES = 128 << 10
 TILE_BYTES = 16 << 10
 SMALL_TILE_BYTES = 4 << 10
 TILE_FIELDS = 8
@@ -135,6 +148,11 @@ class View:
             self._pieces[limit_bytes] = tuple(self._cut(max(limit_bytes, 4 * TILE_BYTES)))
         return self._pieces[limit_bytes]
 
+    def copy_bytes(self, group: int) -> int:
+        """Return how many bytes of one page a copy of this group moves."""
+        low, high = self.groups[group : group + 2]
+        return (high - low) // len(_bands(self.records, low, high))
+
     def _cut(self, limit_bytes: int) -> list[Piece]:
         pieces = []
         for group, (low, high) in enumerate(zip(self.groups[:-1], self.groups[1:], strict=True)):
@@ -157,18 +175,33 @@ class View:
 
 
 def group_planes(
-    addresses: Addresses, order: Sequence[int], event_after: Sequence[int], groups: int
+    addresses: Addresses, order: Sequence[int], event_after: Sequence[int], shares: Sequence[float]
 ) -> list[list[int]]:
-    """Cut ``order`` into about ``groups`` groups of equal bytes, each ending where an event may be."""
+    """Cut ``order`` where the given shares of the bytes are reached and an event may be."""
     ends, total = set(event_after), addresses.page_bytes
     grouped: list[list[int]] = [[]]
     filled = 0
     for position, plane in enumerate(order, start=1):
         grouped[-1].append(plane)
         filled += int(addresses.slice_bytes[plane])
-        if position in ends and filled * groups >= total * len(grouped) and position < len(order):
+        reached = len(grouped) <= len(shares) and filled >= total * shares[len(grouped) - 1]
+        if reached and position in ends and position < len(order):
             grouped.append([])
     return grouped
+
+
+def layered_view(addresses: Addresses, order: Sequence[int], event_after: Sequence[int]) -> View:
+    """Return the view for loads that are watched layer by layer.
+
+    The first group is small, so that its event comes early. The others are as many as leave copies long
+    enough: short ones cost more than they bring forward.
+    """
+    for rest in range(LATER_GROUPS, 0, -1):
+        shares = [FIRST_SHARE + (1 - FIRST_SHARE) * at / rest for at in range(rest)]
+        view = build_view(addresses, group_planes(addresses, order, event_after, shares))
+        if all(view.copy_bytes(group) >= COPY_BYTES for group in range(1, len(view.groups) - 1)):
+            break
+    return view
 
 
 def build_view(addresses: Addresses, groups: Sequence[Sequence[int]]) -> View:

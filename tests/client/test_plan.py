@@ -23,8 +23,10 @@ from sharedmirror.copies.plan import (
     choose_route,
     plan_plain,
     plan_staged,
+    sort_by_frame,
+    starts_by_kernel,
 )
-from sharedmirror.copies.view import Addresses, View, build_view, group_planes
+from sharedmirror.copies.view import Addresses, View, build_view, group_planes, layered_view
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -107,11 +109,11 @@ def run_copies(copies: Copies, chunk: int, to_host: bool) -> None:
             move(*(pair if to_host else pair[::-1]), width)
 
 
-def run_kernel(view: View, plan: Staged, chunk: int, slot: int, to_host: bool) -> None:
+def run_kernel(view: View, plan: Staged, pages: Ids, chunk: int, slot: int, to_host: bool) -> None:
     """What the kernel does, tile by tile."""
     for table, row in zip(view.tables, plan.launches[chunk].tolist(), strict=True):
         index, count, first, tiles, low, high = row
-        for at, page in enumerate(plan.pages[index : index + count].tolist()):
+        for at, page in enumerate(pages[index : index + count].tolist()):
             for device, stride, x, start, end, size, _, _ in table.fields[first : first + tiles].tolist():
                 begin, stop = max(start, low), min(end, high)
                 dense = slot + count * (begin - low) + at * (stop - begin) + x - begin
@@ -125,22 +127,23 @@ def run_staged(world: World, view: View, to_host: bool, slots: int = 2, first_sl
     room = np.random.default_rng(1).integers(0, 256, slots * SLOT_BYTES + 16, np.uint8)
     base = -(-room.ctypes.data // 16) * 16
     places = [base + at * SLOT_BYTES for at in range(slots)]
-    plan = plan_staged(view, world.pages, world.frames, places, SLOT_BYTES, first_slot, world.addresses.edges)
+    pages, frames = sort_by_frame(world.pages, world.frames)
+    plan = plan_staged(view, pages, frames, places, SLOT_BYTES, first_slot, world.addresses.edges)
     for chunk in range(len(plan.launches)):
         slot = places[(first_slot + chunk) % slots]
         if to_host:
-            run_kernel(view, plan, chunk, slot, to_host)
+            run_kernel(view, plan, pages, chunk, slot, to_host)
             run_copies(plan.copies, chunk, to_host)
         else:
             run_copies(plan.copies, chunk, to_host)
-            run_kernel(view, plan, chunk, slot, to_host)
+            run_kernel(view, plan, pages, chunk, slot, to_host)
     return plan
 
 
 def groups_of(world: World, number: int, layered: bool) -> list[list[int]]:
     planes = len(world.addresses.slice_bytes)
     order = [plane for half in range(2) for plane in range(half, planes, 2)] if layered else list(range(planes))
-    return group_planes(world.addresses, order, range(1, planes + 1), number)
+    return group_planes(world.addresses, order, range(1, planes + 1), [at / number for at in range(1, number + 1)])
 
 
 @settings(max_examples=150, deadline=None)
@@ -184,7 +187,7 @@ def test_no_copy_crosses_an_edge(world: World, to_host: bool, plain: bool, at: l
 def test_a_group_is_complete_after_its_last_chunk() -> None:
     world = build([49152] * 6, 0, "page", 4, 4, [0, 1, 2, 3], [3, 1, 0, 2])
     view = build_view(world.addresses, [[0, 3], [1, 4], [2, 5]])
-    plan = plan_staged(view, world.pages, world.frames, [1 << 40], SLOT_BYTES, 0, world.addresses.edges)
+    plan = plan_staged(view, *sort_by_frame(world.pages, world.frames), [1 << 40], SLOT_BYTES, 0, world.addresses.edges)
     bounds = [0, *plan.group_ends]
     assert bounds[-1] == len(plan.launches)
     for group, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
@@ -196,7 +199,7 @@ def test_a_group_is_complete_after_its_last_chunk() -> None:
 def test_neighbouring_frames_become_one_copy() -> None:
     world = build([1024] * 8, 0, "page", 8, 8, [7, 0, 2, 5, 3], [2, 3, 6, 4, 0])
     view = build_view(world.addresses, [list(range(8))])
-    plan = plan_staged(view, world.pages, world.frames, [1 << 40], SLOT_BYTES, 0, world.addresses.edges)
+    plan = plan_staged(view, *sort_by_frame(world.pages, world.frames), [1 << 40], SLOT_BYTES, 0, world.addresses.edges)
     assert plan.copies.table[:, 2].tolist() == [8192, 3 * 8192, 8192]
     assert plan.copies.table[:, 3].tolist() == [1, 1, 1]
 
@@ -204,7 +207,7 @@ def test_neighbouring_frames_become_one_copy() -> None:
 def test_a_slab_page_is_one_copy_with_a_row_per_plane() -> None:
     world = build([1024] * 8, 0, "slab", 8, 8, [7, 0], [2, 5])
     view = build_view(world.addresses, [list(range(8))])
-    plan = plan_staged(view, world.pages, world.frames, [1 << 40], SLOT_BYTES, 0, world.addresses.edges)
+    plan = plan_staged(view, *sort_by_frame(world.pages, world.frames), [1 << 40], SLOT_BYTES, 0, world.addresses.edges)
     assert plan.copies.table[:, 2:5].tolist() == [[1024, 8, 8192]] * 2
 
 
@@ -223,7 +226,8 @@ def test_the_number_of_copies_is_bounded_by_pages_and_chunks() -> None:
     for layout in ("slab", "page"):
         world = build([4096] * 32, 0, layout, 64, 64, pages, pages[::-1])
         view = build_view(world.addresses, [list(range(32))])
-        plan = plan_staged(view, world.pages, world.frames, [1 << 40], 8 << 20, 0, world.addresses.edges)
+        pairs = sort_by_frame(world.pages, world.frames)
+        plan = plan_staged(view, *pairs, [1 << 40], 8 << 20, 0, world.addresses.edges)
         assert len(plan.copies.table) <= 64 + len(plan.launches)
 
 
@@ -235,7 +239,8 @@ def test_rows_too_far_apart_for_the_driver_become_single_copies() -> None:
     addresses = Addresses(base, stride, size, host, size, np.zeros(0, np.int64))
     view = build_view(addresses, [list(range(8))])
     frames = np.array([100_000_000, 5], np.int64)
-    plan = plan_staged(view, np.array([90_000_000, 1], np.int64), frames, [1 << 40], SLOT_BYTES, 0, addresses.edges)
+    pairs = sort_by_frame(np.array([90_000_000, 1], np.int64), frames)
+    plan = plan_staged(view, *pairs, [1 << 40], SLOT_BYTES, 0, addresses.edges)
     assert set(plan.copies.table[:, 3].tolist()) == {1}
     wanted = {int(host[plane] + frame * 4096) for plane in range(8) for frame in frames}
     assert set(plan.copies.table[:, 0].tolist()) == wanted
@@ -260,7 +265,44 @@ def test_routes(sizes: list[int], pages: list[int], frames: list[int], route: Ro
 
 def test_groups_end_where_an_event_may_be() -> None:
     world = build([100] * 12, 0, "slab", 1, 1, [0], [0])
-    grouped = group_planes(world.addresses, list(range(12)), [2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12], 5)
-    assert [plane for group in grouped for plane in group] == list(range(12))
-    assert all(len(group) % 2 == 0 for group in grouped)
-    assert len(grouped) >= 3
+    after = [2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12]
+    grouped = group_planes(world.addresses, list(range(12)), after, [0.1, 0.5])
+    assert grouped == [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+
+
+def layers(slice_bytes: int, layout: str) -> tuple[Addresses, list[int], list[int]]:
+    """Return 64 layers of K and V: addresses, order and event_after."""
+    size, plane = np.full(128, slice_bytes, np.int64), np.arange(128, dtype=np.int64)
+    page = layout == "page"
+    base, stride = plane * slice_bytes * (1 if page else 500), size * (128 if page else 1)
+    addresses = Addresses((1 << 40) + (plane << 30), size, size, (1 << 50) + base, stride, np.zeros(0, np.int64))
+    order = [half * 64 + layer for layer in range(64) for half in range(2)]
+    after = [0] * 128
+    for position, index in enumerate(order, start=1):
+        after[index] = position
+    return addresses, order, after
+
+
+@pytest.mark.parametrize("layout", ["page", "slab"])
+@pytest.mark.parametrize("slice_bytes", [1 << 10, 4 << 10, 16 << 10, 128 << 10])
+def test_the_first_group_is_small_and_no_copy_is_short(layout: str, slice_bytes: int) -> None:
+    view = layered_view(*layers(slice_bytes, layout))
+    total = view.groups[-1]
+    assert view.groups[1] <= 0.15 * total
+    assert sorted(view.planes) == list(range(128))
+    later = [view.copy_bytes(group) for group in range(1, len(view.groups) - 1)]
+    assert len(later) == 1 or min(later) >= 128 << 10
+    assert starts_by_kernel(view) == (view.copy_bytes(0) < 64 << 10)
+
+
+def test_groups_before_the_first_are_left_out() -> None:
+    addresses, order, after = layers(4096, "page")
+    view = layered_view(addresses, order, after)
+    ids = np.arange(64, dtype=np.int64)
+    whole, rest = (
+        plan_staged(view, ids, 3 * ids, [1 << 40], 1 << 20, 0, addresses.edges, first_group=group) for group in (0, 1)
+    )
+    assert len(rest.group_ends) == len(whole.group_ends) - 1
+    assert rest.launches[0, 0, 4] == view.groups[1]
+    moved = (rest.copies.table[:, 2] * rest.copies.table[:, 3]).sum()
+    assert moved == 64 * (view.groups[-1] - view.groups[1])
