@@ -128,6 +128,7 @@ class Channel:
         fds = self._shake_hands(None, time.monotonic() + self.timeout_s)
         greeting = self.greeting
         if self._role is Role.OBSERVER:
+            _close_all(fds)
             return
         if len(fds) != 1 + len(greeting.arenas):
             _close_all(fds)
@@ -149,8 +150,13 @@ class Channel:
         finally:
             if pidfd >= 0:
                 os.close(pidfd)
-        fds = self._read_until(0, deadline, expect_fds=True)
-        self._answer.result()
+        fds: list[int] = []
+        try:
+            self._read_until(0, deadline, fds)
+            self._answer.result()
+        except BaseException:
+            _close_all(fds)
+            raise
         self._greeting = self._greeting or self._protocol.greeting
         return fds
 
@@ -285,9 +291,8 @@ class Channel:
             self._protocol.end()
             raise _Lost(f"the connection to the daemon on {self.path} is lost: {error.strerror}") from None
 
-    def _read_until(self, number: int, deadline: float, *, expect_fds: bool = False) -> list[int]:
-        """Read until the answer to ``number`` has come, into ``self._answer``; returns descriptors."""
-        fds: list[int] = []
+    def _read_until(self, number: int, deadline: float, fds: list[int] | None = None) -> None:
+        """Read until the answer to ``number`` has come, into ``self._answer``; ``fds`` takes descriptors."""
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -295,7 +300,7 @@ class Channel:
                 raise CallTimeout(f"the daemon on {self.path} has not answered in time")
             self._sock.settimeout(left)
             try:
-                if expect_fds:
+                if fds is not None:
                     data, received = _receive(self._sock)
                     fds += received
                 else:
@@ -309,7 +314,7 @@ class Channel:
                 self._protocol.end()
                 raise _Lost(f"the daemon on {self.path} has closed the connection")
             if self._take(data, number):
-                return fds
+                return
 
     def _take(self, data: bytes, number: int | None) -> bool:
         """Hand out what came in; True when the answer to ``number`` was among it."""
@@ -349,7 +354,7 @@ class Channel:
     def _listen(self) -> None:
         again_s: float | None = None
         pause_s = _BACKOFF_FIRST_S
-        while self._wait(pause_s if self._protocol.phase is Phase.CLOSED else again_s):
+        while self._wait(pause_s if self._protocol.phase is Phase.CLOSED else 0 if self._pushed else again_s):
             with self._lock:
                 if self._closed or self._void is not None:
                     return

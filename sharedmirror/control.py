@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sharedmirror.channel import Channel
-from sharedmirror.errors import ClosedError, KeyInputError, PageError
+from sharedmirror.errors import ClosedError, KeyInputError, PageError, UsageError
 from sharedmirror.types import (
     MAX_KEY_BYTES,
+    MAX_WAIT_S,
     Generation,
     HitId,
     KeyState,
@@ -98,6 +99,7 @@ def connect(
     engine's workers to create the pool. Raises DaemonUnavailable, PoolNotFound, PoolMismatch (several
     pools of this name), WrongPoolKind (a static pool) or EngineBusy.
     """
+    wait_s = _wait(wait_s)
     channel = Channel.open(socket, role=Role.SCHEDULER, timeout_s=timeout_s)
     try:
         body = channel.call(
@@ -155,7 +157,7 @@ class Client:
         """
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 1 << 62:
             raise PageError(f"a lease is of a positive number of pages, not {n!r}")
-        return self._lease(self._call("lease", n=n, wait_s=wait_s), None)
+        return self._lease(self._call("lease", n=n, wait_s=_wait(wait_s)), None)
 
     def _lease(self, body: dict[str, Any], keys: tuple[bytes, ...] | None) -> Lease:
         pages: tuple[PageId, ...] = tuple(body["pages"])
@@ -171,7 +173,7 @@ class Client:
         ``keys`` are in prefix order; ``parent`` is the key before the first. The pages become readable
         with the last rank's commit. Raises as ``lease``, and KeyInputError.
         """
-        body = self._call("reserve", keys=_keys(keys), parent=parent, wait_s=wait_s)
+        body = self._call("reserve", keys=_keys(keys), parent=parent, wait_s=_wait(wait_s))
         wanted = tuple(body["keys"])
         lease = self._lease(body, wanted) if wanted else None
         granted = dict(zip(wanted, lease.pages, strict=True)) if lease else {}
@@ -256,6 +258,12 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _wait(wait_s: float) -> float:
+    if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not 0 <= wait_s <= MAX_WAIT_S:
+        raise UsageError(f"wait_s must be seconds from 0 to {MAX_WAIT_S}, not {wait_s!r:.40}")
+    return wait_s
 
 
 def _keys(keys: Sequence[bytes]) -> list[bytes]:

@@ -21,6 +21,7 @@ NULL_PAGE = PageId(0)
 """Host page 0: reserved, never leased, keyed or evicted."""
 
 MAX_KEY_BYTES = 64
+MAX_WAIT_S = 86400
 SLICE_ALIGNMENT_BYTES = 16
 REGION_ALIGNMENT_BYTES = 2 << 20
 

@@ -12,6 +12,7 @@ Must not: decide anything about pages. It only answers which evidence is missing
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -142,12 +143,14 @@ def _maps(pid: int, path: str, inode: int) -> bool:
 def pid_of_pidfd(pidfd: int) -> int:
     """Return the pid behind a pidfd as this namespace sees it, 0 where it has none here.
 
-    Raises ProtocolError for a descriptor that is no pidfd.
+    Raises ProtocolError for a descriptor that is no pidfd, OSError when this process has none left.
     """
     try:
         with open(f"/proc/self/fdinfo/{pidfd}", encoding="ascii") as info:
             fields = dict(line.split(":", 1) for line in info if ":" in line)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         raise ProtocolError(f"the passed descriptor cannot be examined: {error.strerror}") from None
     if "Pid" not in fields:
         raise ProtocolError("the descriptor passed with hello is no pidfd")

@@ -261,6 +261,10 @@ class Server:
                     if connection.session is None:
                         connection.end_after_sending(error.message)
                         return
+                except Exception as error:  # a bug of ours: the client is told, and the others are served on
+                    log.exception("event=internal_error op=%r", frame.get("op"))
+                    told = SharedMirrorError(f"the daemon failed: {type(error).__name__}; see its log")
+                    connection.send({"id": frame["id"] if type(frame.get("id")) is int else 0, "error": told.to_wire()})
         finally:
             for fd in fds:
                 os.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -79,3 +80,11 @@ def publish(client: Client, workers: list[Worker], keys: list[bytes]) -> tuple[i
         sealed_now = answer["sealed"]
     assert sealed.pending == lease.pages and tuple(sealed_now) == lease.pages
     return lease.pages
+
+
+def stop(worker: Worker) -> None:
+    worker.process.send_signal(signal.SIGSTOP)
+
+
+def go_on(worker: Worker) -> None:
+    worker.process.send_signal(signal.SIGCONT)

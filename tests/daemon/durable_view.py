@@ -1,8 +1,7 @@
 """What a restart must not change, as plain values; and what must hold of any state, by its own words.
 
 ``durable_view`` leaves out what is rebuilt or asked for again after a restart: whether a session's
-process has ended, which ranks have drained, the order of eviction, and links of pages to parents that
-came after them. ``state_problems`` names the invariant that is broken.
+process has ended, which ranks have drained, and the order of eviction. ``state_problems`` names the invariant that is broken.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def durable_view(state: State) -> dict[str, Any]:
     """Return what must be the same after a restart."""
     return {
         "pools": {pool.id: _pool(pool) for pool in state.pools.values() if pool.ready},
-        "free": state.space._free,
+        "free": list(state.space._free),
         "incarnations": {i.id: [i.record(), sorted(i.sessions)] for i in state.incarnations.values()},
         "sessions": {
             s.id: plain([s.record(), s.last_request, s.last_reply, sorted(s.leases), sorted(s.hits)])
@@ -47,20 +46,21 @@ def durable_view(state: State) -> dict[str, Any]:
 
 
 def _pool(pool: Pool) -> dict[str, Any]:
-    view: dict[str, Any] = {"record": plain(pool.record()), "marks": pool.marks(), "planes": pool.planes}
-    view |= {"regions": pool.regions, "places": pool.places, "pending": pool.pending}
+    view: dict[str, Any] = {"record": plain(pool.record()), "marks": pool.marks(), "planes": dict(pool.planes)}
+    view |= {"regions": list(pool.regions), "places": dict(pool.places), "pending": dict(pool.pending)}
     table = pool.table
     if table is not None:
         states = ["held" if state in HELD else PageState(state).name for state in table.states]
-        view |= {"states": states, "generations": list(table.generations), "keys": table.index, "pins": table.pins}
+        view |= {"states": states, "generations": list(table.generations), "keys": dict(table.index)}
+        view |= {"pins": dict(table.pins), "parents": {page: table._parent(page) for page in table.index.values()}}
     return view
 
 
 def _lease(lease: OpenLease) -> dict[str, Any]:
     pages = bits(lease.open)
     return {
-        "of": [lease.pool, lease.incarnation, lease.owner, lease.number, lease.by_reserve, lease.writers],
-        "pages": [lease.pages, lease.generations],
+        "of": [lease.pool, lease.incarnation, lease.owner, lease.number, lease.by_reserve, dict(lease.writers)],
+        "pages": [list(lease.pages), list(lease.generations)],
         "open": pages,
         "keys": [[lease.keys[at], lease.parents[at] if lease.keys[at] else None] for at in pages],
         "keyed": lease.keyed & lease.open,
@@ -182,9 +182,11 @@ def _session_problems(state: State) -> list[str]:
             found.append(f"session {session.id} is rank {session.rank}")
         if session.leases - state.leases.keys() or session.hits - state.hits.keys():
             found.append(f"session {session.id} holds leases or hits that are over")
-    for incarnation in state.incarnations.values():
-        if incarnation.sessions - state.sessions.keys() or set(incarnation.ranks.values()) - state.sessions.keys():
-            found.append(f"incarnation {incarnation.id} has sessions that are gone")
+    found += [
+        f"incarnation {incarnation.id} has sessions that are gone"
+        for incarnation in state.incarnations.values()
+        if incarnation.sessions - state.sessions.keys() or set(incarnation.ranks.values()) - state.sessions.keys()
+    ]
     for pool in state.pools.values():
         static = pool.properties.kind is PoolKind.STATIC
         if pool.holder is not None and (not static or pool.holder not in state.incarnations):

@@ -89,8 +89,8 @@ def recording(storage: ByteStorage) -> Iterator[list[Store]]:
     storage.grown = lambda size_bytes: None
 
 
-def kills(log: Sequence[Store], torn: float, rng: random.Random, start: bytes = b"") -> Iterator[tuple[int, bytes]]:
-    """Yield (stores made, image) for a kill after each store, and in the midst of a share ``torn`` of them.
+def kills(log: Sequence[Store], tears: int, rng: random.Random, start: bytes = b"") -> Iterator[tuple[int, bytes]]:
+    """Yield (stores made, image) for a kill after each store, and ``tears`` times in the midst of each longer one.
 
     A torn store leaves some of its words new and the rest old; a store of one word is never torn.
     """
@@ -101,7 +101,7 @@ def kills(log: Sequence[Store], torn: float, rng: random.Random, start: bytes = 
             size = event
         else:
             offset, data = event
-            if len(data) > 8 and rng.random() < torn:
+            for _ in range(tears if len(data) > 8 else 0):
                 yield made, bytes(_torn(memory, offset, data, rng))
             memory[offset : offset + len(data)] = data
         yield made + 1, bytes(memory)

@@ -228,7 +228,7 @@ def test_ids_never_repeat(driver: DurableDriver, engine: Engine) -> None:
         driver.resume(engine.scheduler, leases=[])
         for rank in (0, 1):
             engine.drained(rank, sorted(driver.state.leases))
-        driver = engine.driver = driver.restarted()  # type: ignore[assignment]
+        driver = engine.driver = driver.restarted()
         for session in list(driver.state.sessions):
             driver.resume(session)
         fresh = driver.hello(Role.SCHEDULER)
@@ -275,7 +275,7 @@ def test_the_answer_to_attach_is_kept_for_a_retry(driver: DurableDriver, engine:
 def test_survivors_block_eviction_until_the_last_has_resumed_or_gone(driver: DurableDriver, engine: Engine) -> None:
     survivors = driver.engine("f", num_host_pages=8, scheduler=False).workers
     engine.cache(*(b"%d" % i for i in range(7)))
-    after = engine.driver = driver.restarted()  # type: ignore[assignment]
+    after = engine.driver = driver.restarted()
     assert isinstance(after, DurableDriver)
     for session in (engine.scheduler, *engine.workers):
         after.resume(session)
@@ -305,7 +305,7 @@ def test_a_lease_that_waits_is_granted_when_the_last_survivor_has_resumed(
 
 def test_free_pages_are_granted_while_survivors_are_away(driver: DurableDriver, engine: Engine) -> None:
     engine.cache(b"a")
-    after = engine.driver = driver.restarted()  # type: ignore[assignment]
+    after = engine.driver = driver.restarted()
     assert isinstance(after, DurableDriver)
     after.resume(engine.scheduler)
     lease = engine.lease(6)

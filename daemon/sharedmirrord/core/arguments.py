@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharedmirror.errors import KeyInputError, ProtocolError
-from sharedmirror.types import MAX_KEY_BYTES, Plane
+from sharedmirror.types import MAX_KEY_BYTES, MAX_WAIT_S, Plane
 
 MAX_TEXT_BYTES = 256
 MAX_PLANES = 65536
@@ -49,9 +49,9 @@ def flag(arguments: Mapping[str, Any], name: str, default: bool) -> bool:
 
 def seconds(arguments: Mapping[str, Any], name: str) -> float:
     """Return a duration from 0 to a day; absent means 0."""
-    value = arguments.get(name) or 0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 86400:
-        raise ProtocolError(f"{name} must be seconds from 0 to 86400, not {value!r:.80}")
+    value = 0 if arguments.get(name) is None else arguments[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_WAIT_S:
+        raise ProtocolError(f"{name} must be seconds from 0 to {MAX_WAIT_S}, not {value!r:.80}")
     return float(value)
 
 

@@ -97,7 +97,7 @@ Handler: TypeAlias = Callable[[State, Session, dict[str, Any], float, Effects], 
 
 
 def _drained(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
-    entries = arguments.get("pages") or []
+    entries = [] if arguments.get("pages") is None else arguments["pages"]
     if not isinstance(entries, list) or any(not isinstance(entry, list) or len(entry) != 2 for entry in entries):
         raise ProtocolError("pages must be a list of [lease, pages]")
     for lease, pages in entries:

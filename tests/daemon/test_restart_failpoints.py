@@ -1,0 +1,228 @@
+"""The daemon dies between any two steps of its work, also of its recovery; a story goes on as if nothing happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sharedmirror.control import Client, connect
+from sharedmirror.types import KeyState
+from tests.daemon.comeback import POOL, Comeback, engine, keys_of, publish
+
+if TYPE_CHECKING:
+    from tests.conftest import Processes, Starter, Worker
+
+Until = Callable[..., Any]
+
+PLACES = ["records.commit", "records.appended", "records.committed", "reply.before", "reply.after"]
+TIMES = 6
+"""How often a place is passed before the daemon dies there: each call of the story is hit in turn."""
+RECOVERY = ["adopt.recovered", "adopt.arena", "adopt.epoch", "hello.before", "hello.after"]
+
+
+class Keeper:
+    """Starts the daemon again whenever it dies, each time with the next failpoint."""
+
+    def __init__(self, life: Comeback, failpoints: list[str]) -> None:
+        self.left = list(failpoints)
+        self._life = life
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep)
+
+    def _keep(self) -> None:
+        while not self._stop.is_set():
+            if self._life.daemon.process.poll() is not None:
+                self._life.again(failpoints=self.left.pop(0) if self.left else "", state=None)
+            self._stop.wait(0.01)
+
+    def __enter__(self) -> Keeper:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def tell_a_story(life: Comeback, client: Client, workers: list[Worker], number: int) -> None:
+    """Publish, read, abort and evict; fails when a step happened half, twice or not at all."""
+    first, second = workers
+    keys = keys_of(*range(10 * number, 10 * number + 6))
+    reservation = client.reserve(keys[:3])
+    lease = reservation.lease
+    assert lease is not None and reservation.present == reservation.pending == ()
+    first.commit(lease)
+    assert tuple(second.commit(lease)["sealed"]) == lease.pages
+    plain = client.lease(3)
+    assert not set(plain.pages) & set(lease.pages)
+    second.commit(plain, list(plain.pages[:1]))
+    assert client.seal(plain, keys[3:], parent=keys[2]).pending == plain.pages
+    assert first.commit(plain)["sealed"] == [plain.pages[0]]
+    assert second.commit(plain, list(plain.pages[1:]))["sealed"] == list(plain.pages[1:])
+    with client.lookup(keys) as hit:
+        assert hit.pages == lease.pages + plain.pages
+        assert client.evict(keys[:1]).pinned == (keys[0],)
+    dropped = client.lease(2)
+    client.abort(dropped, [dropped.pages[0]])
+    client.abort(dropped)
+    life.daemon.wait_pages(POOL, leased=0, quarantined=0, pinned=0)
+    assert client.evict(keys).evicted == tuple(keys)
+    assert client.contains(keys) == (KeyState.MISS,) * 6
+
+
+def test_a_story_goes_on_through_a_death_at_every_step(start: Starter, processes: Processes) -> None:
+    life = Comeback(start)
+    workers = engine(processes, life, pages=17)
+    failpoints = [f"{place}=kill:{times}" for times in range(1, TIMES + 1) for place in PLACES]
+    with connect(life.socket, timeout_s=20) as client, Keeper(life, failpoints) as keeper:
+        life.daemon.kill()
+        stories = 0
+        while keeper.left:
+            tell_a_story(life, client, workers, stories)
+            stories += 1
+        tell_a_story(life, client, workers, stories)
+        assert life.daemon.status()["daemon"]["epoch"] > len(failpoints)
+    life.daemon.wait_pages(POOL, free=16, sealed=0)
+
+
+@pytest.mark.parametrize("place", RECOVERY)
+def test_a_second_death_while_coming_back(start: Starter, processes: Processes, place: str) -> None:
+    life = Comeback(start)
+    workers = engine(processes, life, pages=17)
+    with connect(life.socket, timeout_s=20) as client:
+        pages = publish(client, workers, keys_of(1, 2, 3))
+        lease = client.lease(5)
+        workers[0].commit(lease)
+        life.daemon.kill()
+        life.again(failpoints=f"{place}=kill", state=None)
+        if place.startswith("hello"):
+            processes_may_connect = threading.Thread(target=_knock, args=(life.socket,))
+            processes_may_connect.start()
+            life.wait_killed()
+            processes_may_connect.join()
+        else:
+            life.wait_killed()
+        life.again()
+        with client.lookup(keys_of(1, 2, 3)) as hit:
+            assert hit.pages == pages
+        client.seal(lease, keys_of(4, 5, 6, 7, 8))
+        assert tuple(workers[1].commit(lease)["sealed"]) == lease.pages
+
+
+def _knock(socket: str) -> None:
+    from sharedmirror.channel import Channel
+    from sharedmirror.errors import SharedMirrorError
+    from sharedmirror.types import Role
+    from tests.conftest import until
+
+    def refused() -> bool:
+        try:
+            Channel.open(socket, role=Role.WORKER, timeout_s=5).close()
+        except SharedMirrorError as error:
+            return "no daemon answers" not in error.message
+        return True
+
+    until(refused)
+
+
+@pytest.mark.parametrize("place", ["resume.before", "resume.sent"])
+def test_deaths_between_a_session_and_its_resume(start: Starter, processes: Processes, place: str) -> None:
+    life = Comeback(start)
+    workers = engine(processes, life, pages=17)
+    with connect(life.socket, timeout_s=20) as client:
+        lease = client.lease(5)
+        hit_pages = publish(client, workers, keys_of(1))
+        hit = client.lookup(keys_of(1))
+        life.daemon.kill()
+        for times in (1, 2, 3):
+            life.again(failpoints=f"{place}=kill:{times}", state=None)
+            life.wait_killed()
+        life.again()
+        life.wait_attached(3)
+        for worker in workers:
+            worker.commit(lease)
+        assert client.seal(lease, keys_of(4, 5, 6, 7, 8)).sealed == lease.pages
+        assert client.evict(keys_of(1)).pinned == (b"key1",) and hit.pages == hit_pages
+        hit.release()
+
+
+@pytest.mark.parametrize("place", ["forget.before", "forget.after", "reply.before", "records.committed"])
+def test_a_death_while_a_session_is_forgotten(start: Starter, processes: Processes, place: str) -> None:
+    life = Comeback(start, failpoints=f"{place}=kill:{1000 if place[0] == 'r' else 1}")
+    workers = engine(processes, life, pages=17)
+    with connect(life.socket, timeout_s=20) as client:
+        client.lease(5)
+        if place.startswith("forget"):
+            workers[0].kill()
+            life.wait_killed()
+        else:
+            life.daemon.kill()
+            life.again(failpoints=f"{place}=kill:2", state=None)
+            workers[0].kill()
+            life.wait_killed()
+        life.again()
+        life.daemon.wait_pages(POOL, leased=0, quarantined=0, free=16)
+        life.wait_attached(2)
+        # Nothing of the dead session is left, its file included.
+        (successor,) = [processes.worker(life.socket)]
+        successor.attach(rank=0, world_size=2, num_host_pages=17)
+        assert len(client.lease(16).pages) == 16
+        assert str(workers[0].hello["session"]) not in life.daemon.session_files()
+
+
+# --- the records' own room
+
+
+@pytest.mark.parametrize("place", ["records.checkpoint", "records.turned", "records.grow", "records.grown"])
+def test_a_death_while_the_journal_turns_or_grows(start: Starter, processes: Processes, place: str) -> None:
+    """A lease of many pages fills the journal soon; its checkpoint outgrows the area that it had."""
+    life = Comeback(start)
+    workers = engine(processes, life, world_size=1, pages=60_000, planes=[["k", 0, 1, 16, 16]])
+    with connect(life.socket, timeout_s=20) as client:
+        keys = [b"%032d" % number for number in range(400)]
+        sealed = publish(client, workers, keys)
+        life.restart(f"{place}=kill:2")
+        held = []
+        with Keeper(life, []):
+            for _ in range(12):
+                held.append(client.lease(4000))
+        pages = [page for lease in held for page in lease.pages]
+        assert len(set(pages)) == 48_000 and not set(pages) & set(sealed)
+        assert life.daemon.status()["daemon"]["epoch"] == 3, "the place was not reached"
+        life.restart()
+        life.wait_attached(2)
+        life.daemon.wait_pages(POOL, leased=48_000, sealed=400)
+        with client.lookup(keys) as hit:
+            assert hit.pages == sealed
+
+
+def test_records_that_cannot_be_saved_hold_answers_back_and_are_an_alarm(
+    start: Starter, processes: Processes
+) -> None:
+    life = Comeback(start)
+    workers = engine(processes, life, pages=17)
+    with connect(life.socket, timeout_s=20) as client:
+        life.restart("records.commit=error:2")
+        answered = threading.Event()
+
+        def lease() -> None:
+            client.lease(3)
+            answered.set()
+
+        thread = threading.Thread(target=lease)
+        thread.start()
+        status = life.daemon.wait_status(lambda status: status["alarms"])
+        assert status["alarms"][0]["code"] == "records"
+        assert "records cannot be saved, calls wait: the failpoint" in status["alarms"][0]["message"]
+        assert not answered.is_set()
+        thread.join(20)
+        assert answered.is_set()
+        assert life.daemon.status()["alarms"] == []
+        # What was answered is durable.
+        life.restart()
+        life.wait_attached(3)
+        life.daemon.wait_pages(POOL, leased=3)
+        assert len(workers) == 2
