@@ -192,9 +192,13 @@ class Client:
         body = self._call("seal", lease=lease.id, keys=_keys(keys), pages=named, parent=parent)
         return sealed_from(body)
 
-    def lookup(self, keys: Sequence[bytes], mode: Literal["prefix", "each"] = "prefix") -> Hit:
-        """Find readable pages and pin them: the longest prefix, or each key by itself."""
-        body = self._call("lookup", keys=_keys(keys), mode=mode)
+    def lookup(self, keys: Sequence[bytes], mode: Literal["prefix", "each"] = "prefix", *, wait_s: float = 0) -> Hit:
+        """Find readable pages and pin them: the longest prefix, or each key by itself.
+
+        With ``wait_s``, waits that many seconds for keys that are being written and would make the answer
+        longer; ends early when their last writer fails.
+        """
+        body = self._call("lookup", keys=_keys(keys), mode=mode, wait_s=_wait(wait_s))
         pages: tuple[PageId, ...] = tuple(body["pages"])
         if body["hit"]:
             self._hits.add(body["hit"])

@@ -259,3 +259,36 @@ def test_clear_concerns_one_pool(driver: Driver, engine: Engine) -> None:
     other.cache(b"a")
     driver.ask(engine.scheduler, "clear")
     assert other.lookup(b"a")["states"] == "h"
+
+
+@pytest.mark.parametrize("mode", ["prefix", "each"])
+def test_a_lookup_waits_for_keys_that_are_being_written(driver: Driver, engine: Engine, mode: str) -> None:
+    lease = pending(driver, engine, b"a", b"b")["lease"]
+    asking = driver.engine("other").scheduler
+    request = driver.send(asking, "lookup", keys=[b"a", b"b", b"c"], mode=mode, wait_s=5)
+    engine.commit(lease, ranks=[0])
+    assert driver.waits(asking, request)
+    engine.commit(lease, ranks=[1])
+    assert driver.result(asking, request)["states"] == "hhm"
+
+
+def test_the_wait_ends_early_when_the_last_writer_fails(driver: Driver, engine: Engine) -> None:
+    (page,) = engine.cache(b"a")
+    pending(driver, engine, b"b")
+    asking = driver.engine("other").scheduler
+    request = driver.send(asking, "lookup", keys=[b"a", b"b"], wait_s=5)
+    assert driver.waits(asking, request)
+    driver.kill(engine.workers[0])
+    answer = driver.result(asking, request)
+    assert (answer["pages"], answer["states"]) == ([page], "hm")
+
+
+def test_at_the_end_of_the_wait_the_answer_is_what_there_is(driver: Driver, engine: Engine) -> None:
+    (page,) = engine.cache(b"a")
+    pending(driver, engine, b"b")
+    asking = driver.engine("other").scheduler
+    request = driver.send(asking, "lookup", keys=[b"a", b"b"], wait_s=5)
+    driver.tick(6)
+    answer = driver.result(asking, request)
+    assert (answer["pages"], answer["states"]) == ([page], "hp")
+    assert driver.table().pins == {page: 1}

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sharedmirror.errors import StaleLease, UsageError
+from sharedmirror.errors import EnvironmentFault, StaleLease, UsageError
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core.durable import Delete, Put, SetSlots
 from sharedmirrord.core.leases import incarnation_of, pool_of, revoke_keyed, table_of
 from sharedmirrord.core.model import Effects, OpenHit, Pool, Session, State
+
+class _Pending(EnvironmentFault):
+    """Raised while a lookup that may wait would find keys that are being written."""
+
+    code = "pending"
+    retryable = True
+
 
 MISSING = -1
 """Stands in ``pages`` for a key without a readable page."""
@@ -43,6 +50,8 @@ def lookup(state: State, session: Session, arguments: dict[str, Any], now: float
         )
     else:
         raise UsageError(f"mode must be 'prefix' or 'each', not {mode!r:.80}")
+    if arguments.get("wait_s") and _worth_waiting(states, mode):
+        raise _Pending("keys are being written")
     pool.hits += len(found)
     pool.misses += len(keys) - len(found)
     if not found:
@@ -54,6 +63,11 @@ def lookup(state: State, session: Session, arguments: dict[str, Any], now: float
     session.hits.add(hit.id)
     out.writes.append(Put("hit", hit.id, hit.record()))
     return {"hit": hit.id, "pages": pages, "states": states}
+
+
+def _worth_waiting(states: str, mode: str) -> bool:
+    """Whether keys that are being written would make the answer longer."""
+    return states.lstrip("h").startswith("p") if mode == "prefix" else "p" in states
 
 
 def _waiting(pool: Pool, keys: list[bytes]) -> str:

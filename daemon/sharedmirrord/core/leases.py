@@ -285,6 +285,7 @@ def revoke(state: State, lease: OpenLease, bits: int, out: Effects) -> None:
         return
     _unpend(state.pools[lease.pool], lease, bits & lease.keyed)
     lease.revoked |= bits
+    state.moved = True  # who waits for one of these keys waits no longer
     out.writes.append(Put("lease", lease.id, lease.record()))
     body = _revocation(state, lease, bits)
     out.pushes += [(writer, body) for writer in lease.writers.values() if writer in state.sessions]

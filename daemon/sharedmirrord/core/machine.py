@@ -259,7 +259,9 @@ def _expire(state: State, now: float, out: Effects) -> None:
     if late:
         state.waiters = [waiter for waiter in state.waiters if waiter.deadline > now]
     for waiter in late:
-        _answer(state, state.sessions[waiter.session], waiter, _failure(waiter.request, waiter.error), out)
+        # Once more, with no time left: the answer is what there is now.
+        waiter.arguments = {**waiter.arguments, "wait_s": 0}
+        _try(state, state.sessions[waiter.session], waiter, now, out)
 
 
 def _retry(state: State, now: float, out: Effects) -> None:
