@@ -14,7 +14,7 @@ Tensors are bytes here: no dtype, head or layer has a meaning.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,6 +89,12 @@ class DevicePool:
         Raises LayoutError when attributes are missing or do not fit together.
         """
         return pool if isinstance(pool, DevicePool) else _read_duck(pool)
+
+    def sharded(self, shard: int, shards: int) -> DevicePool:
+        """Return the same pool with every plane as shard ``shard`` of ``shards``; raises LayoutError."""
+        planes = [replace(plane, shard=shard, shards=shards) for plane in self.layout.planes]
+        layout = PoolLayout(planes, self.layout.page_size)
+        return DevicePool(layout, self.tensors, layers=self.layers, num_k_tensors=self.num_k_tensors)
 
     def byte_pages(self, plane: int) -> torch.Tensor:
         """Return plane's bytes as a uint8 view of shape (num_device_pages, slice bytes)."""

@@ -94,6 +94,9 @@ class Attachment:
             self.pool, self.num_host_pages, self.placements = _read(reply)
             self.before = reply
             """The attach reply: it also tells which leases and hits from before are not for this rank."""
+            self.region_ids = [int(region["id"]) for region in reply["regions"]]
+            self.sharers = [[int(rank) for rank in region["ranks"]] for region in reply["regions"]]
+            """For each region, the ranks that share it."""
             for region in reply["regions"]:
                 extents = [(int(arena), int(offset), int(length)) for arena, offset, length in region["extents"]]
                 self.regions.append(RegionMapping(self.channel.arena_fds, extents, self._farewell.region_gone))

@@ -96,7 +96,10 @@ class CommitQueue:
         return tuple(sealed), tuple(failed)
 
     def _send(self, commit: Commit, timeout_s: float | None) -> Sealed:
-        reply = self._channel.call("commit", lease=commit.lease, pages=commit.wire_pages, timeout_s=timeout_s)
+        body: dict[str, object] = {"lease": commit.lease, "pages": commit.wire_pages}
+        if commit.samples:
+            body["checks"] = [sample.to_wire() for sample in commit.samples]
+        reply = self._channel.call("commit", timeout_s=timeout_s, **body)
         self._ledger.committed(commit)
         return Sealed(
             tuple(PageId(page) for page in reply["sealed"]),

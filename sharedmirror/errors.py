@@ -8,6 +8,7 @@
     |   +-- PageError             a bad, negative or repeated page id
     |   +-- KeyInputError         a key that is empty, too long, repeated or missing
     |   +-- PoolMismatch          a pool that has other properties than the ones asked for
+    |   +-- ShardMismatch         ranks that share a plane hold different bytes
     |   +-- RankError             a rank outside the world, or a world that cannot be
     |   +-- RankAttached          a living process already is this rank
     |   +-- WrongPoolKind         a raw copy in a leased pool, or a lease in a static one
@@ -62,6 +63,7 @@ __all__ = [
     "RankAttached",
     "RankError",
     "RanksMissing",
+    "ShardMismatch",
     "SharedMirrorError",
     "StaleLease",
     "StaleRequest",
@@ -124,6 +126,12 @@ class PoolMismatch(UsageError):
     """Raised when a pool exists with other properties; the message holds both values."""
 
     code = "pool_mismatch"
+
+
+class ShardMismatch(UsageError):
+    """Raised when ranks that share a plane committed different bytes; the page was not sealed."""
+
+    code = "shard_mismatch"
 
 
 class RankError(UsageError):

@@ -27,6 +27,7 @@ from sharedmirror.copies.cpu import CpuEngine
 from sharedmirror.copies.geometry import build_geometry, host_tensor
 from sharedmirror.copies.interface import Completion, CopyEngine, Event, Geometry, Stream
 from sharedmirror.copies.pairs import Ids, PagePairs, check_pairs
+from sharedmirror.copies.sharing import Part, SharedStoreEngine, subset, take_samples
 from sharedmirror.errors import (
     CopyError,
     RankError,
@@ -35,7 +36,7 @@ from sharedmirror.errors import (
     UsageError,
     WrongPoolKind,
 )
-from sharedmirror.transfers import HitLike, Ledger, Transfer
+from sharedmirror.transfers import HitLike, Ledger, SampleLike, Transfer
 from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed
 
 __all__ = ["Progress", "SharedHostMirror", "flat_bytes_per_host_page"]
@@ -55,7 +56,9 @@ class SharedHostMirror:
     existing pool's count, or lets the daemon choose. ``pages`` is "static" (the engine allocates host
     pages itself; raw copies) or "leased" (the daemon does; copies under leases and hits). ``layout`` is
     "slab" or "page". A host page has ``frames_per_page`` frames, each with room for one device page.
-    ``rank`` and ``world_size`` default to torch.distributed's, else 0 of 1.
+    ``shard`` (i, n) says that this rank's planes are shard i of n, equal on all ranks that say so: MLA
+    latents are ``(0, 1)``. By default every rank is its own shard. ``rank`` and ``world_size`` default to
+    torch.distributed's, else 0 of 1.
 
     Raises LayoutError for a pool that cannot be mirrored, RankError, PoolMismatch with both values,
     DaemonUnavailable, RanksMissing, EngineBusy, RankAttached, ArenaFull or MemoryFault. A failed
@@ -79,10 +82,14 @@ class SharedHostMirror:
         layout: str = "slab",
         frames_per_page: int = 1,
         tag: str = "",
+        shard: tuple[int, int] | None = None,
         _open: OpenChannel = open_channel,
     ) -> None:
         self._pool = DevicePool.from_pool(device_kv_pool)
         rank, world_size = _rank_and_world(rank, world_size)
+        self._rank = rank
+        if shard is not None:
+            self._pool = self._pool.sharded(*shard)
         try:
             self._kind, self._layout = PoolKind(pages), Layout(layout)
         except ValueError as error:
@@ -133,7 +140,7 @@ class SharedHostMirror:
             host = host_tensor(regions[at.region], at, tensor, span, self._frames, self._layout)
             pairs.append((tensor, host))
         self._pairs = tuple(pairs)
-        self._engine = _make_engine(geometry)
+        self._engine, self._parts = self._make_engines(geometry)
         ledger = Ledger(place.pool, place.num_host_pages)
         ledger.forestall(place.before)
         self._commits = CommitQueue(place.channel, ledger)
@@ -145,6 +152,22 @@ class SharedHostMirror:
         place.channel.listen(self._answer)
         if early:
             self._answer()
+
+    def _make_engines(self, geometry: Geometry) -> tuple[CopyEngine, tuple[Part, ...]]:
+        """Return the engine, and the parts that several ranks share if this rank stores only its turns."""
+        whole = _make_engine(geometry)
+        place = self._attachment
+        # A static pool has no commit that would tell one rank of another's copy: there each rank stores all.
+        if self._kind is PoolKind.STATIC or all(len(ranks) == 1 for ranks in place.sharers):
+            return whole, ()
+        parts = []
+        for region, ranks in enumerate(place.sharers):
+            planes = [plane for plane, at in enumerate(place.placements) if at.region == region]
+            picked = subset(geometry, planes)
+            engine = whole if len(planes) == len(geometry.planes) else _make_engine(picked)
+            turn = ranks.index(self._rank)
+            parts.append(Part(place.region_ids[region], picked.planes, engine, len(ranks), turn))
+        return SharedStoreEngine(whole, parts, self.frames_per_page), tuple(parts)
 
     # -- what the mirror looks like --------------------------------------------------------------
 
@@ -242,7 +265,15 @@ class SharedHostMirror:
             device, frames = self._checked(pairs, "store")
             transfer = ledger.begin_store(lease, self._pages_of(frames))
             with self._attachment.copying():
+                if self._parts:
+                    self._take_samples(lease, device, frames, stream)
                 return _submit(transfer, self._engine.store, device, frames, stream)
+
+    def _take_samples(self, lease: Lease, device: Ids, frames: Ids, stream: Stream) -> None:
+        by_page: dict[int, list[SampleLike]] = {}
+        for sample in take_samples(self._parts, lease, device, frames, self.frames_per_page, stream):
+            by_page.setdefault(sample.page, []).append(sample)
+        self._ledger_of("store").keep_samples(lease, by_page)
 
     def load(self, hit: HitLike, pairs: PagePairs, stream: Stream = None) -> Transfer:
         """Copy (device page, host frame) pairs out of pages of ``hit``; otherwise like ``store``."""

@@ -55,6 +55,14 @@ class HitLike(Protocol):
         ...
 
 
+class SampleLike(Protocol):
+    """This rank's own bytes of a page, for comparison with the ranks that share them."""
+
+    def to_wire(self) -> list[int]:
+        """Return page, region and checksum."""
+        ...
+
+
 class Transfer:
     """The copies of one ``store`` or ``load`` call."""
 
@@ -119,6 +127,7 @@ class Transfer:
 @dataclass
 class _Open:
     transfers: list[Transfer] = field(default_factory=list, kw_only=True)
+    samples: dict[int, list[SampleLike]] = field(default_factory=dict, kw_only=True)
 
     def in_flight(self) -> list[Transfer]:
         self.transfers = [transfer for transfer in self.transfers if transfer.in_flight]
@@ -148,6 +157,7 @@ class Commit:
     whole: bool
     transfers: tuple[Transfer, ...]
     newly_frozen: frozenset[int]
+    samples: tuple[SampleLike, ...] = ()
 
     @property
     def wire_pages(self) -> list[int] | None:
@@ -218,6 +228,13 @@ class Ledger:
             record.in_flight().append(transfer)
             return transfer
 
+    def keep_samples(self, lease: Lease, samples: Mapping[int, list[SampleLike]]) -> None:
+        """Keep a store's samples, by page, for the commit; those of an earlier store of a page go."""
+        with self._lock:
+            record = self._leases.get(lease.id)
+            if record is not None:
+                record.samples.update(samples)
+
     def begin_load(self, hit: HitLike, pages: Iterable[int]) -> Transfer:
         """Enter a load from ``pages``; raises StaleLease or PageError, and enters nothing then."""
         wanted = frozenset(pages)
@@ -263,6 +280,7 @@ class Ledger:
                 whole=len(wanted) == len(record.generation_of),
                 transfers=transfers,
                 newly_frozen=wanted - record.frozen,
+                samples=tuple(sample for page in sorted(wanted) for sample in record.samples.get(page, ())),
             )
             record.frozen |= wanted
             return commit

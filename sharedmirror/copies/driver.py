@@ -24,9 +24,6 @@ __all__ = ["BATCH_COPIES", "Driver", "Kernel", "launch_shapes", "row_copies"]
 
 BATCH_COPIES = 1024
 """Most copies in one batch call: very long batches have crashed some drivers."""
-BATCH_FROM = 5
-"""A batch call costs about as much CPU as four single copies, then a sixth of one for each copy in it."""
-
 _P, _I, _U, _N = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
@@ -81,12 +78,15 @@ class Driver:
     def __init__(self, device: int) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         self._calls = {name: _bind(library, name, types) for name, types in _SIGNATURES.items()}
-        self._batch_name = next((name for name in _BATCH_SIGNATURES if hasattr(library, name)), None)
-        if self._batch_name is not None:
-            self._batch = _bind(library, self._batch_name, _BATCH_SIGNATURES[self._batch_name])
+        name = next((name for name in _BATCH_SIGNATURES if hasattr(library, name)), None)
+        self.has_batches = name is not None
+        if name is not None:
+            self._batch = _bind(library, name, _BATCH_SIGNATURES[name])
+        # One attribute for all copies. The bytes are read in stream order: kernels before may have written them.
         self._attributes = np.array([_SOURCE_ORDER_STREAM, 0, 0, 0, 0, _PREFER_OVERLAP], np.int32)
-        self._attribute_of = np.zeros(1, np.uint64)
-        self._failed_at = ctypes.c_size_t()
+        self._attribute_of, self._failed_at = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
+        failed_at = (self._failed_at.ctypes.data,) if name == "cuMemcpyBatchAsync" else ()
+        self._batch_tail = (self._attributes.ctypes.data, self._attribute_of.ctypes.data, 1, *failed_at)
         self._modules: list[int] = []
         self._call("cuInit", 0)
         self.device = self._made("cuDeviceGet", device, kind=ctypes.c_int)
@@ -130,21 +130,15 @@ class Driver:
         if code:
             self._refuse("cuMemcpyAsync", code)
 
-    def copy_batch(self, targets: Ids, sources: Ids, sizes_bytes: Ids, first: int, last: int, stream: int) -> None:
-        """Enqueue copies ``first`` to ``last`` of the tables, in as few calls as the driver allows."""
-        if last - first < BATCH_FROM or self._batch_name is None:
-            columns = (column[first:last].tolist() for column in (targets, sources, sizes_bytes))
-            for target, source, size_bytes in zip(*columns, strict=True):
-                self.copy(target, source, size_bytes, stream)
-            return
-        starts = (targets.ctypes.data, sources.ctypes.data, sizes_bytes.ctypes.data)
-        fail = (ctypes.addressof(self._failed_at),) if self._batch_name == "cuMemcpyBatchAsync" else ()
-        attributes = (self._attributes.ctypes.data, self._attribute_of.ctypes.data, 1)
-        for low in range(first, last, BATCH_COPIES):
-            count = min(BATCH_COPIES, last - low)
-            code = self._batch(*(start + 8 * low for start in starts), count, *attributes, *fail, stream)
+    def copy_batch(self, targets: int, sources: int, sizes_bytes: int, count: int, stream: int) -> None:
+        """Enqueue ``count`` copies; the arguments are addresses of 64-bit numbers. Only where ``has_batches``."""
+        for low in range(0, count, BATCH_COPIES):
+            at = 8 * low
+            code = self._batch(
+                targets + at, sources + at, sizes_bytes + at, min(BATCH_COPIES, count - low), *self._batch_tail, stream
+            )
             if code:
-                self._refuse(self._batch_name, code)
+                self._refuse("cuMemcpyBatchAsync", code)
 
     def copy_rows(self, description: int, stream: int) -> None:
         """Enqueue a 2D copy; ``description`` is the address of a row of ``row_copies``."""
@@ -211,12 +205,12 @@ class Driver:
         raise CopyError(f"{name} failed with {code}: {what}", cuda=code)
 
 
-def launch_shapes(blocks: Ids, threads: int, shared_bytes: int, stream: int) -> Ids:
-    """Return launch configurations (CUlaunchConfig), one per row of the result."""
+def launch_shapes(blocks: Ids, threads: Ids, shared_bytes: Ids, stream: int) -> Ids:
+    """Return launch configurations (CUlaunchConfig), one per row of the result; they have 56 bytes."""
     table = np.zeros((len(blocks), 14), np.uint32)
     table[:, 0], table[:, 3], table[:, 6] = blocks, threads, shared_bytes
     table[:, (1, 2, 4, 5)] = 1
-    shapes = table.view(np.int64)
+    shapes: Ids = table.view(np.int64)
     shapes[:, 4] = stream
     return shapes
 

@@ -10,6 +10,8 @@ costs several times as much CPU. All arguments are 64-bit integers, so one binar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
@@ -22,8 +24,6 @@ ARGUMENTS = ("table", "pages", "frames", "count", "first", "tiles", "low", "high
 """The kernel's arguments in order; ``staged`` fills them in."""
 
 _WARPS = 4
-KEEP = "evict_last"
-DROP = "evict_first"
 _WORDS = {16: (tl.int64, 8), 8: (tl.int64, 8), 4: (tl.int32, 4), 2: (tl.int16, 2), 1: (tl.int8, 1)}
 
 
@@ -45,8 +45,6 @@ def _move(  # type: ignore[no-untyped-def]  # Triton would take annotations for 
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
-    KEEP: tl.constexpr,
-    DROP: tl.constexpr,
 ):
     """Move ``tiles`` tiles from tile ``first`` on, of ``count`` pages; chunk [low, high) of a page's bytes."""
     table = table.to(tl.pointer_type(tl.int64))
@@ -77,9 +75,9 @@ def _move(  # type: ignore[no-untyped-def]  # Triton would take annotations for 
         inner = tl.multiple_of(device.to(tl.pointer_type(KIND))[:, None] + word, (1, ALIGNED))
         outer = tl.multiple_of(dense.to(tl.pointer_type(KIND))[:, None] + word, (1, ALIGNED))
         if TO_DENSE:
-            tl.store(outer, tl.load(inner, mask=wanted, eviction_policy=DROP), mask=wanted, eviction_policy=KEEP)
+            tl.store(outer, tl.load(inner, mask=wanted), mask=wanted)
         else:
-            tl.store(inner, tl.load(outer, mask=wanted, eviction_policy=KEEP), mask=wanted, eviction_policy=DROP)
+            tl.store(inner, tl.load(outer, mask=wanted), mask=wanted)
 
 
 _jit = triton.jit(_move, do_not_specialize=list(ARGUMENTS))
@@ -99,6 +97,10 @@ class MoveKernels:
             self._kernels[key] = self._compile(table, to_dense, direct)
         return self._kernels[key]
 
+    def all(self, tables: Sequence[TileTable], *, to_dense: bool, direct: bool) -> list[Kernel]:
+        """Return the binary for each table."""
+        return [self.get(table, to_dense=to_dense, direct=direct) for table in tables]
+
     def _compile(self, table: TileTable, to_dense: bool, direct: bool) -> Kernel:
         kind, size = _WORDS[table.word]
         # Odd and beyond 32 bits, so that every argument is compiled as a plain 64-bit integer.
@@ -113,8 +115,6 @@ class MoveKernels:
             WORDS=table.tile_bytes // size,
             ROWS=table.rows,
             FIELDS=TILE_FIELDS,
-            KEEP="" if direct else KEEP,
-            DROP="" if direct else DROP,
             num_warps=_WARPS,
             grid=(1,),
         )

@@ -24,9 +24,10 @@ from sharedmirror.copies.pairs import Ids, merge_runs
 from sharedmirror.copies.view import TILE_BYTES, Addresses, Band, Piece, View
 
 __all__ = [
+    "Chunks",
     "Copies",
+    "Cuts",
     "Route",
-    "Staged",
     "choose_route",
     "plan_plain",
     "plan_staged",
@@ -50,6 +51,7 @@ FEW_ROWS = 4
 MAX_PITCH = (1 << 31) - 1
 """The driver's limit for the distance of two rows."""
 _FAR = 1 << 62
+_KEPT_CUTS = 64
 
 
 class Route(Enum):
@@ -67,11 +69,11 @@ def choose_route(addresses: Addresses, pages: Ids, frames: Ids) -> Route:
     """Return the route for these pages, from the layout, the number of bytes and the length of runs."""
     if len(pages) * addresses.page_bytes <= SMALL_BYTES:
         return Route.DIRECT
-    tight = (addresses.device_stride == addresses.slice_bytes) & (addresses.host_stride == addresses.slice_bytes)
+    if int(addresses.longest_run(len(pages)).min()) < PLAIN_BYTES:
+        return Route.STAGED
     # In the order given: whoever has runs names them in order, and sorting would cost more than it finds.
     runs = 1 + int(np.count_nonzero((pages[1:] - pages[:-1] != 1) | (frames[1:] - frames[:-1] != 1)))
-    stretch = np.where(tight, addresses.slice_bytes * len(pages) // runs, addresses.slice_bytes)
-    return Route.PLAIN if int(stretch.min()) >= PLAIN_BYTES else Route.STAGED
+    return Route.PLAIN if int(addresses.longest_run(len(pages) // runs).min()) >= PLAIN_BYTES else Route.STAGED
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,61 +90,73 @@ class Copies:
 
 
 @dataclass(frozen=True, eq=False)
-class Staged:
-    """Chunks of one call; chunk c uses slot ``(first_slot + c) % slots``.
+class Chunks:
+    """How a number of pages is cut, whichever pages they are: piece by piece, block of pages by block.
 
-    ``launches`` has shape (chunks,
-    tables, 6): index of the first page, pages, first tile, tiles, low x, high x. ``group_ends[g]`` is the
-    number of chunks after which the g-th of the groups in the plan is complete.
+    ``counts`` are the pages of each block. ``launches`` has shape (chunks, tables, 6): index of the first
+    page, pages, first tile, tiles, low x, high x. ``group_ends`` are the numbers of chunks after which a
+    group is complete.
     """
 
+    pieces: tuple[Piece, ...]
+    per_chunk: int
+    counts: Ids
     launches: Ids
-    copies: Copies
     group_ends: tuple[int, ...]
 
+    @classmethod
+    def cut(cls, view: View, pages: int, per_chunk: int, chunk_bytes: int, first_group: int) -> Chunks:
+        """Cut ``pages`` pages into chunks of at most ``chunk_bytes``."""
+        pieces = tuple(piece for piece in view.pieces(chunk_bytes // per_chunk) if piece.group >= first_group)
+        counts = np.full(-(-pages // per_chunk), per_chunk, np.int64)
+        counts[-1] = pages - (len(counts) - 1) * per_chunk
+        low, high = (np.array([getattr(piece, name) for piece in pieces], np.int64) for name in ("low", "high"))
+        rows = np.empty((len(pieces), len(counts), len(view.tables), 6), np.int64)
+        rows[..., 0] = (np.arange(len(counts)) * per_chunk)[None, :, None]
+        rows[..., 1] = counts[None, :, None]
+        for at, tiles in enumerate(view.tables):
+            first, number = tiles.between(low, high)
+            rows[:, :, at, 2], rows[:, :, at, 3] = first[:, None], number[:, None]
+        rows[..., 4], rows[..., 5] = low[:, None, None], high[:, None, None]
+        pieces_of = np.bincount([piece.group for piece in pieces], minlength=len(view.groups) - 1)
+        ends = np.cumsum(pieces_of[first_group:]) * len(counts)
+        return cls(pieces, per_chunk, counts, rows.reshape(-1, len(view.tables), 6), tuple(ends.tolist()))
 
-def plan_staged(
-    view: View,
-    pages: Ids,
-    frames: Ids,
-    slots: Sequence[int],
-    slot_bytes: int,
-    first_slot: int,
-    edges: Ids,
-    *,
-    first_group: int = 0,
-) -> Staged:
-    """Cut a call into chunks that each fit one of the slots, which lie at the addresses ``slots``.
 
-    The frames are in ascending order (``sort_by_frame``). The groups before ``first_group`` are left out.
+class Cuts:
+    """The chunks of one view, kept because engines move like numbers of pages again and again."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._known: dict[tuple[int, int, int, int], Chunks] = {}
+
+    def get(self, frames: Ids, slot_bytes: int, first_group: int = 0) -> Chunks:
+        """Return the chunks for these frames, which are in ascending order; the groups before are left out."""
+        chunk_bytes = _chunk_bytes(self.view.groups[-1] * len(frames), slot_bytes)
+        per_chunk = _pages_per_chunk(self.view, frames, chunk_bytes)
+        key = (len(frames), per_chunk, chunk_bytes, first_group)
+        if key not in self._known:
+            if len(self._known) >= _KEPT_CUTS:
+                self._known.clear()
+            self._known[key] = Chunks.cut(self.view, *key)
+        return self._known[key]
+
+
+def plan_staged(chunks: Chunks, frames: Ids, slots: Sequence[int], first_slot: int, edges: Ids) -> Copies:
+    """Return the copies between slots and host; chunk c is in slot ``(first_slot + c) % len(slots)``.
+
+    ``slots`` are addresses. The frames are in ascending order (``sort_by_frame``).
     """
-    chunk_bytes = _chunk_bytes(view.groups[-1] * len(pages), slot_bytes)
-    per_chunk = _pages_per_chunk(view, frames, chunk_bytes)
-    pieces = [piece for piece in view.pieces(chunk_bytes // per_chunk) if piece.group >= first_group]
-    blocks = -(-len(pages) // per_chunk)
-    counts = np.full(blocks, per_chunk, np.int64)
-    counts[-1] = len(pages) - (blocks - 1) * per_chunk
-    places = np.array(slots, np.int64)[(first_slot + np.arange(len(pieces) * blocks)) % len(slots)]
-    runs = _Runs.of(frames, per_chunk)
+    blocks, number = len(chunks.counts), len(chunks.launches)
+    places = np.array(slots, np.int64)[(first_slot + np.arange(number)) % len(slots)]
+    runs = _Runs.of(frames, chunks.per_chunk)
     parts = [
-        _band_copies(band, runs, counts, places[at * blocks : (at + 1) * blocks], at * blocks)
-        for at, piece in enumerate(pieces)
+        _band_copies(band, runs, chunks.counts, places[at * blocks : (at + 1) * blocks], at * blocks)
+        for at, piece in enumerate(chunks.pieces)
         for band in piece.bands
     ]
     table, chunk = (np.concatenate(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-    pieces_of = np.bincount([piece.group for piece in pieces], minlength=len(view.groups) - 1)
-    ends = np.cumsum(pieces_of[first_group:]) * blocks
-    return Staged(
-        _launches(view, pieces, counts, per_chunk),
-        _arrange(table, chunk, len(places), edges),
-        tuple(ends.tolist()),
-    )
-
-
-def _chunk_bytes(total_bytes: int, slot_bytes: int) -> int:
-    """Return the size of a chunk; powers of two, so that a view is cut into pieces in few ways."""
-    wanted = max(LEAST_CHUNK_BYTES, total_bytes // CHUNKS)
-    return slot_bytes if wanted >= slot_bytes else min(slot_bytes, 1 << (wanted.bit_length() - 1))
+    return _arrange(table, chunk, number, edges)
 
 
 def sort_by_frame(pages: Ids, frames: Ids) -> tuple[Ids, Ids]:
@@ -156,6 +170,12 @@ def starts_by_kernel(view: View) -> bool:
     return len(view.groups) > 2 and view.copy_bytes(0) < KERNEL_COPY_BYTES
 
 
+def _chunk_bytes(total_bytes: int, slot_bytes: int) -> int:
+    """Return the size of a chunk; powers of two, so that a view is cut into pieces in few ways."""
+    wanted = max(LEAST_CHUNK_BYTES, total_bytes // CHUNKS)
+    return slot_bytes if wanted >= slot_bytes else min(slot_bytes, 1 << (wanted.bit_length() - 1))
+
+
 def _pages_per_chunk(view: View, frames: Ids, chunk_bytes: int) -> int:
     """Return how many pages share a chunk: as many as fit, or more where that makes wider rows of long runs."""
     widest = max(high - low for low, high in zip(view.groups[:-1], view.groups[1:], strict=True))
@@ -165,18 +185,6 @@ def _pages_per_chunk(view: View, frames: Ids, chunk_bytes: int) -> int:
     if wide > fitting:
         wide = min(wide, len(frames) // (1 + int(np.count_nonzero(frames[1:] - frames[:-1] != 1))))
     return fitting if wide <= fitting else 1 << (wide.bit_length() - 1)
-
-
-def _launches(view: View, pieces: Sequence[Piece], counts: Ids, per_chunk: int) -> Ids:
-    low, high = (np.array([getattr(piece, name) for piece in pieces], np.int64) for name in ("low", "high"))
-    rows = np.empty((len(pieces), len(counts), len(view.tables), 6), np.int64)
-    rows[..., 0] = (np.arange(len(counts)) * per_chunk)[None, :, None]
-    rows[..., 1] = counts[None, :, None]
-    for at, tiles in enumerate(view.tables):
-        first, number = tiles.between(low, high)
-        rows[:, :, at, 2], rows[:, :, at, 3] = first[:, None], number[:, None]
-    rows[..., 4], rows[..., 5] = low[:, None, None], high[:, None, None]
-    return rows.reshape(-1, len(view.tables), 6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +227,8 @@ def _band_copies(band: Band, runs: _Runs, counts: Ids, places: Ids, first_chunk:
             return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
         runs = runs.singles()
     count = counts[runs.block]
-    table = np.empty((len(runs.start), 6), np.int64)
+    # Columns are contiguous: the driver reads them where they are.
+    table = np.empty((len(runs.start), 6), np.int64, order="F")
     table[:, 0] = band.host + runs.frame * band.host_stride
     table[:, 1] = places[runs.block] + count * band.dense + runs.at * band.width
     if dense or band.rows > 1:
@@ -234,21 +243,18 @@ def _band_copies(band: Band, runs: _Runs, counts: Ids, places: Ids, first_chunk:
 def plan_plain(addresses: Addresses, view: View, pages: Ids, frames: Ids) -> Copies:
     """Return the copies straight between device and host; a chunk is a group of the view."""
     page, frame, length = merge_runs(pages, frames)
-    parts, chunks = [], []
-    for plane in view.planes:
-        size, device, stride, host, host_stride = (
-            int(column[plane])
-            for column in (
-                addresses.slice_bytes, addresses.device_base, addresses.device_stride, addresses.host_base,
-                addresses.host_stride,
-            )
-        )  # fmt: skip
-        table = np.empty((len(page), 6), np.int64)
-        table[:, 0], table[:, 1] = host + frame * host_stride, device + page * stride
-        table[:, 2], table[:, 3], table[:, 4], table[:, 5] = size, length, host_stride, stride
-        parts.append(table)
-        chunks.append(np.full(len(page), view.group_of_plane[plane], np.int64))
-    return _arrange(np.concatenate(parts), np.concatenate(chunks), len(view.groups) - 1, addresses.edges)
+    order = np.array(view.planes, np.int64)
+    size, device, stride, host, host_stride = (
+        column[order][:, None]
+        for column in (
+            addresses.slice_bytes, addresses.device_base, addresses.device_stride, addresses.host_base,
+            addresses.host_stride,
+        )
+    )  # fmt: skip
+    columns = np.broadcast_arrays(host + frame * host_stride, device + page * stride, size, length, host_stride, stride)
+    table = np.stack([column.reshape(-1) for column in columns]).T
+    chunk = np.repeat(np.array(view.group_of_plane, np.int64)[order], len(page))
+    return _arrange(table, chunk, len(view.groups) - 1, addresses.edges)
 
 
 def _arrange(table: Ids, chunk: Ids, chunks: int, edges: Ids) -> Copies:

@@ -16,36 +16,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import numpy as np
 import torch
 
 from sharedmirror.copies.cuda import CudaCompletion
-from sharedmirror.copies.driver import Driver, Kernel, launch_shapes, row_copies
+from sharedmirror.copies.driver import Driver
 from sharedmirror.copies.interface import Event, Geometry, Stream
-from sharedmirror.copies.kernels import ARGUMENTS, MoveKernels
+from sharedmirror.copies.kernels import MoveKernels
 from sharedmirror.copies.lane import ID_ROOM, Lane
 from sharedmirror.copies.pairs import Ids
-from sharedmirror.copies.plan import (
-    Copies,
-    Route,
-    Staged,
-    choose_route,
-    plan_plain,
-    plan_staged,
-    sort_by_frame,
-    starts_by_kernel,
-)
-from sharedmirror.copies.view import Addresses, View, build_view, layered_view
+from sharedmirror.copies.plan import Route, choose_route, plan_plain, plan_staged, sort_by_frame, starts_by_kernel
+from sharedmirror.copies.submission import CopyTables, LaunchTables, Lines, direct_launches
+from sharedmirror.copies.view import Addresses, build_view, layered_view
 from sharedmirror.errors import ClosedError, CopyError, UsageError
 
 __all__ = ["StagedEngine"]
 
-SLOT_BYTES = 32 << 20
+SLOT_BYTES = 48 << 20
 SLOTS = 2
-"""A ring of 24 MiB stays in the 60 MB cache of an H200; with slots of 32 MiB a batch-32 matmul chain took 1.06
-to 1.09 times its time alone instead of 1.02 to 1.03."""
-BLOCKS = 32
-"""Blocks of 128 threads that gather or scatter; more only disturb the model's kernels."""
+"""Large slots, because a matmul kernel that fills every multiprocessor for 0.7 ms lets others in only between two
+kernels: with slots of 8 MiB 12 GB/s were left beside such a chain, with 32 MiB 44. Their size did not change by
+how much a memory-bound chain slows down (1.05 to 1.06 in stores, 1.08 in loads, for 8 to 32 MiB)."""
 DIRECT_BLOCKS = 132
 """Blocks of a small call's kernel: reading over the link needs many words under way."""
 MAX_PAGES = ID_ROOM // 4
@@ -64,8 +54,8 @@ class StagedEngine:
         self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._addresses = Addresses.of(geometry)
         layered = layered_view(self._addresses, geometry.order, geometry.event_after)
-        self._whole = _Lines(build_view(self._addresses, [geometry.order]), self._device)
-        self._layered = _Lines(layered, self._device)
+        self._whole = Lines(build_view(self._addresses, [geometry.order]), self._device)
+        self._layered = Lines(layered, self._device)
         self._event_groups = [
             layered.group_of_plane[geometry.order[after - 1]] for after in geometry.event_after
         ]
@@ -170,26 +160,17 @@ class StagedEngine:
             outer.wait_event(event)
         return event
 
-    def _launch_direct(self, lane: Lane, lines: _Lines, groups: int, ids: int, count: int, stream: int) -> None:
+    def _launch_direct(self, lane: Lane, lines: Lines, groups: int, ids: int, count: int, stream: int) -> None:
         """Move the first groups straight between device and host; ``ids``: where pages and then frames lie."""
-        high = lines.view.groups[groups]
-        for table, address in zip(lines.view.tables, lines.addresses, strict=True):
-            tiles = int(table.between(np.array([0]), np.array([high]))[1][0])
-            if not tiles:
-                continue
-            row = (address, ids, ids + 8 * count, count, 0, tiles, 0, high, 0)
-            arguments = _Arguments(np.array([row], np.int64))
-            kernel = self._kernels.get(table, to_dense=lane is self._store, direct=True)
-            blocks = np.array([min(DIRECT_BLOCKS, -(-count * tiles // table.rows))])
-            shape = launch_shapes(blocks, kernel.threads, kernel.shared_bytes, stream)
-            self._driver.launch(kernel, shape.ctypes.data, arguments.row(0))
+        kernels = self._kernels.all(lines.view.tables, to_dense=lane is self._store, direct=True)
+        for kernel, shape, arguments in direct_launches(lines, kernels, groups, ids, count, stream, DIRECT_BLOCKS):
+            self._driver.launch(kernel, shape, arguments.row(0))
 
     def _plain(
-        self, lane: Lane, lines: _Lines, pages: Ids, frames: Ids, outer: torch.cuda.Stream
+        self, lane: Lane, lines: Lines, pages: Ids, frames: Ids, outer: torch.cuda.Stream
     ) -> list[torch.cuda.Event]:
         """Copies alone."""
-        plan = plan_plain(self._addresses, lines.view, pages, frames)
-        copies = _Issue(self._driver, plan, lane is self._store)
+        copies = CopyTables(self._driver, plan_plain(self._addresses, lines.view, pages, frames), lane is self._store)
         lane.ids.put()
         lane.follow(lane.copies, outer.cuda_stream)
         events = []
@@ -200,11 +181,11 @@ class StagedEngine:
         return events
 
     def _staged(
-        self, lane: Lane, lines: _Lines, pages: Ids, frames: Ids, outer: torch.cuda.Stream
+        self, lane: Lane, lines: Lines, pages: Ids, frames: Ids, outer: torch.cuda.Stream
     ) -> list[torch.cuda.Event]:
         """Chunk by chunk: kernel, then copies, in a store; copies, then kernel, in a load."""
         to_host = lane is self._store
-        first, edges, view = lane.next_slot, self._addresses.edges, lines.view
+        first, view = lane.next_slot, lines.view
         pages, frames = sort_by_frame(pages, frames)
         host, ids = lane.ids.put(pages, frames)
         events: list[torch.cuda.Event] = []
@@ -215,11 +196,12 @@ class StagedEngine:
             self._launch_direct(lane, lines, by_kernel, host, len(pages), lane.compute)
             events.append(lane.event(lane.compute))
         self._driver.copy(ids, host, 8 * len(pages), lane.compute)
-        plan = plan_staged(view, pages, frames, lane.slots, lane.slot_bytes, first, edges, first_group=by_kernel)
-        kernels = [self._kernels.get(table, to_dense=to_host, direct=False) for table in view.tables]
-        launches = _Launches(self._driver, kernels, plan, lines, lane, first, ids)
-        copies = _Issue(self._driver, plan.copies, to_host)
-        for chunk in range(len(plan.launches)):
+        chunks = lines.cuts.get(frames, lane.slot_bytes, by_kernel)
+        plan = plan_staged(chunks, frames, lane.slots, first, self._addresses.edges)
+        kernels = self._kernels.all(view.tables, to_dense=to_host, direct=False)
+        launches = LaunchTables(self._driver, kernels, lines, chunks, lane, ids)
+        copies = CopyTables(self._driver, plan, to_host)
+        for chunk in range(len(chunks.launches)):
             free = lane.free[lane.next_slot]
             lane.next_slot = (lane.next_slot + 1) % len(lane.slots)
             if to_host:
@@ -234,7 +216,7 @@ class StagedEngine:
                 lane.follow(lane.compute, lane.copies)
                 launches.submit(chunk)
                 self._driver.record(free, lane.compute)
-            if chunk + 1 in plan.group_ends:
+            if chunk + 1 in chunks.group_ends:
                 events.append(lane.event(lane.copies if to_host else lane.compute))
         lane.ids.taken(events[-1])
         return events
@@ -263,87 +245,3 @@ class StagedEngine:
         if stream.device != self._device:
             raise UsageError(f"the stream belongs to {stream.device} and the pool to {self._device}")
         return stream
-
-
-class _Lines:
-    """A view, and its tile tables on the device."""
-
-    def __init__(self, view: View, device: torch.device) -> None:
-        self.view = view
-        self._tables = [torch.from_numpy(table.fields).to(device) for table in view.tables]
-        self.addresses = [int(table.data_ptr()) for table in self._tables]
-
-    def release(self) -> None:
-        """Let go of the device's memory."""
-        self._tables, self.addresses = [], []
-
-
-class _Arguments:
-    """Rows of 64-bit kernel arguments, in the form that the driver takes.
-
-    Two null arguments follow each row: newer compilers add scratch pointers at the end, and the driver
-    reads only as many as the kernel has.
-    """
-
-    def __init__(self, rows: Ids) -> None:
-        self._values = np.zeros((len(rows), len(ARGUMENTS) + 2), np.int64)
-        self._values[:, : len(ARGUMENTS)] = rows
-        steps = 8 * np.arange(self._values.size, dtype=np.int64)
-        self._addresses = self._values.ctypes.data + steps
-        self._first = int(self._addresses.ctypes.data)
-
-    def row(self, row: int) -> int:
-        """Return the address of the addresses of a row's arguments."""
-        return self._first + 8 * row * (len(ARGUMENTS) + 2)
-
-
-class _Issue:
-    """A plan's copies, in the tables that the driver takes."""
-
-    def __init__(self, driver: Driver, copies: Copies, to_host: bool) -> None:
-        host, device, width, rows, host_pitch, device_pitch = (
-            np.ascontiguousarray(column) for column in copies.table.T
-        )
-        self._driver = driver
-        self._targets, self._sources, self._sizes = (host, device, width) if to_host else (device, host, width)
-        self._bounds, self._middles = copies.bounds.tolist(), copies.middles.tolist()
-        if self._bounds[1:] != self._middles:
-            pitches = (host_pitch, device_pitch) if to_host else (device_pitch, host_pitch)
-            self._rows = row_copies(self._targets, self._sources, *pitches, width, rows)
-            self._first_row = int(self._rows.ctypes.data)
-
-    def submit(self, chunk: int, stream: int) -> None:
-        """Enqueue the copies of one chunk."""
-        first, middle, last = self._bounds[chunk], self._middles[chunk], self._bounds[chunk + 1]
-        if middle > first:
-            self._driver.copy_batch(self._targets, self._sources, self._sizes, first, middle, stream)
-        for at in range(middle, last):
-            self._driver.copy_rows(self._first_row + 128 * at, stream)
-
-
-class _Launches:
-    """A plan's kernels, in the tables that the driver takes."""
-
-    def __init__(
-        self, driver: Driver, kernels: list[Kernel], plan: Staged, lines: _Lines, lane: Lane, first_slot: int, ids: int
-    ) -> None:
-        chunks, tables, _ = plan.launches.shape
-        rows = np.zeros((chunks, tables, len(ARGUMENTS)), np.int64)
-        rows[..., 0] = lines.addresses
-        rows[..., 1] = ids + 8 * plan.launches[..., 0]
-        rows[..., 3:8] = plan.launches[..., 1:]
-        slots = np.array(lane.slots, np.int64)
-        rows[..., 8] = slots[(first_slot + np.arange(chunks)) % len(slots)][:, None]
-        per_block = np.array([table.rows for table in lines.view.tables], np.int64)
-        blocks = np.minimum(BLOCKS, -(-plan.launches[..., 1] * plan.launches[..., 3] // per_block))
-        self._driver, self._kernels = driver, kernels
-        self._arguments = _Arguments(rows.reshape(-1, len(ARGUMENTS)))
-        self._shapes = launch_shapes(blocks.reshape(-1), kernels[0].threads, kernels[0].shared_bytes, lane.compute)
-        self._first_shape = int(self._shapes.ctypes.data)
-        self._empty = (blocks == 0).reshape(-1).tolist()
-
-    def submit(self, chunk: int) -> None:
-        """Enqueue the kernels of one chunk: one for each table that has tiles in it."""
-        for row, kernel in enumerate(self._kernels, chunk * len(self._kernels)):
-            if not self._empty[row]:
-                self._driver.launch(kernel, self._first_shape + 56 * row, self._arguments.row(row))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +36,11 @@ __all__ = [
 ]
 
 FIRST_SHARE = 0.1
-LATER_GROUPS = 5
-COPY_BYTES = 128 << 10
+LATER_GROUPS = 3
+COPY_BYTES = 384 << 10
+"""Groups of layers are at least so large that a page's copies, at a microsecond of CPU each, move this much."""
+ROWS_COST = 3
+"""A 2D copy costs as much CPU as so many single ones in a batch."""
 TILE_BYTES = 16 << 10
 SMALL_TILE_BYTES = 4 << 10
 TILE_FIELDS = 8
@@ -66,10 +70,22 @@ class Addresses:
         edges = np.array(geometry.host_edges, np.int64)
         return cls(device_base, device_stride, slice_bytes, host_base, host_stride, edges)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Payload bytes of one page."""
         return int(self.slice_bytes.sum())
+
+    @cached_property
+    def _grows(self) -> Ids:
+        """Whether neighbouring pages of a plane are one stretch of bytes on both sides."""
+        tight = (self.device_stride == self.slice_bytes) & (self.host_stride == self.slice_bytes)
+        grows: Ids = tight.astype(np.int64)
+        return grows
+
+    def longest_run(self, pages: int) -> Ids:
+        """Return how long a stretch of bytes a run of pages is, for each plane."""
+        longest: Ids = self.slice_bytes * (1 + (pages - 1) * self._grows)
+        return longest
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,9 +165,9 @@ class View:
         return self._pieces[limit_bytes]
 
     def copy_bytes(self, group: int) -> int:
-        """Return how many bytes of one page a copy of this group moves."""
+        """Return how many bytes of one page a copy of this group moves, 2D copies counted at their cost."""
         low, high = self.groups[group : group + 2]
-        return (high - low) // len(_bands(self.records, low, high))
+        return (high - low) // sum(min(band.rows, ROWS_COST) for band in _bands(self.records, low, high))
 
     def _cut(self, limit_bytes: int) -> list[Piece]:
         pieces = []

@@ -65,7 +65,7 @@ class FakeDaemon:
             at = stride * frames
         total = max(round_up(at, MIB2), 2 * MIB2)
         extents = [[0, 2 * MIB2, total - MIB2], [0, 0, MIB2]]
-        region = {"id": 1, "bytes": total, "extents": extents}
+        region = {"id": 1, "bytes": total, "extents": extents, "ranks": [0]}
         reply = {"session": 1, "pool": 1, "num_host_pages": pages, "regions": [region], "planes": planes}
         self.reply = reply
         self.damage(reply)

@@ -23,6 +23,7 @@ from sharedmirror.errors import (
     PoolMismatch,
     RankAttached,
     RankError,
+    ShardMismatch,
     StaleLease,
     WrongPoolKind,
 )
@@ -59,7 +60,7 @@ def mirror_of(daemon: Daemon, pool: Any, count: int | None = PAGES, **options: A
 
 
 def rank_main(pipe: Connection, socket: str, rank: int, world_size: int, options: dict[str, Any]) -> None:
-    pool = make_pool(seed=rank)
+    pool = make_pool(seed=0 if options.get("shard") else rank)
     with SharedHostMirror(pool, PAGES, socket=socket, rank=rank, world_size=world_size, **options) as mirror:
         pipe.send("attached")
         while (command := pipe.recv()) != "close":
@@ -80,6 +81,11 @@ def do(mirror: SharedHostMirror, pool: SimpleNamespace, what: str, *arguments: A
     elif what == "commit_later":
         mirror.commit(*arguments, wait=False)
         return until(lambda: mirror.poll().sealed)
+    elif what == "fill":
+        for tensor in tensors(pool):
+            tensor.fill_(arguments[0])
+    elif what == "host":
+        return [host[arguments[0]].clone() for _, host in mirror.tensor_pairs]
     elif what == "page":
         return [page(tensor, *arguments).clone() for tensor in tensors(pool)]
     return None
@@ -165,6 +171,62 @@ def test_an_aborted_lease_takes_no_more_stores_and_its_pages_are_free_again(daem
         for rank in ranks:
             with pytest.raises(StaleLease):
                 rank.ask("store", lease, pairs)
+
+
+@pytest.fixture
+def sharers(daemon: Daemon) -> Iterator[list[Rank]]:
+    """Two ranks that hold the same bytes."""
+    engine = [Rank(daemon, rank, 2, pages="leased", layout="page", shard=(0, 1)) for rank in (0, 1)]
+    for rank in engine:
+        assert rank.result() == "attached"
+    yield engine
+    for rank in engine:
+        rank.close()
+
+
+def test_shared_planes_are_stored_once_by_turns(daemon: Daemon, sharers: list[Rank]) -> None:
+    status = daemon.status()["pools"][0]
+    alone = 4 * PAGE * 2 * 24 * 2
+    assert status["bytes_per_host_page"] == alone
+    assert status["bytes_saved_per_host_page"] == alone
+    with connect(daemon.socket) as client:
+        lease = client.lease(4)
+        pairs = list(zip([4, 5, 6, 7], lease.pages, strict=True))
+        before = [sharers[0].ask("page", number) for number in (4, 5, 6, 7)]
+        for host_page in lease.pages:
+            assert all(not stored.any() for stored in sharers[0].ask("host", host_page))
+        sharers[0].ask("store", lease, pairs)
+        written = [any(stored.any() for stored in sharers[1].ask("host", host_page)) for host_page in lease.pages]
+        assert written == [host_page % 2 == 0 for host_page in lease.pages], "the other pages are the other rank's turn"
+        sharers[1].ask("store", lease, pairs)
+        for rank in sharers:
+            rank.ask("commit", lease)
+        keys = [bytes([65 + number]) for number in range(4)]
+        assert client.seal(lease, keys).sealed == lease.pages
+        for rank in sharers:
+            rank.ask("fill", 0)
+        with client.lookup(keys) as hit:
+            for rank in sharers:
+                rank.ask("load", hit, list(zip([4, 5, 6, 7], hit.pages, strict=True)))
+                for number, stored in zip((4, 5, 6, 7), before, strict=True):
+                    loaded = rank.ask("page", number)
+                    assert all(torch.equal(a, b) for a, b in zip(loaded, stored, strict=True))
+
+
+def test_planes_marked_as_shared_by_mistake_are_never_sealed(daemon: Daemon, sharers: list[Rank]) -> None:
+    sharers[1].ask("fill", 9)
+    with connect(daemon.socket) as client:
+        reservation = client.reserve([b"k"])
+        assert reservation.lease is not None
+        pairs = [(3, reservation.lease.pages[0])]
+        for rank in sharers:
+            rank.ask("store", reservation.lease, pairs)
+        sharers[0].ask("commit", reservation.lease)
+        with pytest.raises(ShardMismatch, match="ranks 0 and 1 hold different bytes"):
+            sharers[1].ask("commit", reservation.lease)
+        assert client.contains([b"k"]) == (KeyState.MISS,)
+        daemon.wait_pages("default", leased=0, sealed=0)
+        assert [alarm["code"] for alarm in daemon.status()["alarms"]] == ["shard_mismatch"]
 
 
 def test_wrong_stores_and_loads_are_refused_by_each_rank(daemon: Daemon, ranks: list[Rank]) -> None:

@@ -1,7 +1,8 @@
 """What a restart must not change, as plain values; and what must hold of any state, by its own words.
 
 ``durable_view`` leaves out what is rebuilt or asked for again after a restart: whether a session's
-process has ended, which ranks have drained, and the order of eviction. ``state_problems`` names the invariant that is broken.
+process has ended, which ranks have drained, and the order of eviction. ``state_problems`` names the
+invariant that is broken.
 """
 
 from __future__ import annotations

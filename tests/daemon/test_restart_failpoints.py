@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sharedmirror.channel import Channel
 from sharedmirror.control import Client, connect
-from sharedmirror.types import KeyState
+from sharedmirror.errors import DaemonUnavailable, SharedMirrorError
+from sharedmirror.types import KeyState, Role
+from tests.conftest import until
 from tests.daemon.comeback import POOL, Comeback, engine, keys_of, publish
 
 if TYPE_CHECKING:
@@ -47,6 +51,16 @@ class Keeper:
         self._thread.join()
 
 
+def wait_settled(life: Comeback) -> None:
+    def settled() -> bool:
+        with contextlib.suppress(DaemonUnavailable):
+            pages = life.daemon.pool(POOL)["pages"]
+            return bool(pages["leased"] == pages["quarantined"] == pages["pinned"] == 0)
+        return False
+
+    until(settled, "all is drained")
+
+
 def tell_a_story(life: Comeback, client: Client, workers: list[Worker], number: int) -> None:
     """Publish, read, abort and evict; fails when a step happened half, twice or not at all."""
     first, second = workers
@@ -68,7 +82,7 @@ def tell_a_story(life: Comeback, client: Client, workers: list[Worker], number: 
     dropped = client.lease(2)
     client.abort(dropped, [dropped.pages[0]])
     client.abort(dropped)
-    life.daemon.wait_pages(POOL, leased=0, quarantined=0, pinned=0)
+    wait_settled(life)
     assert client.evict(keys).evicted == tuple(keys)
     assert client.contains(keys) == (KeyState.MISS,) * 6
 
@@ -88,6 +102,17 @@ def test_a_story_goes_on_through_a_death_at_every_step(start: Starter, processes
     life.daemon.wait_pages(POOL, free=16, sealed=0)
 
 
+def knock(life: Comeback) -> None:
+    """Say hello until the daemon has died of it."""
+
+    def died() -> bool:
+        with contextlib.suppress(SharedMirrorError):
+            Channel.open(life.socket, role=Role.WORKER, timeout_s=5).close()
+        return life.daemon.process.poll() is not None
+
+    until(died, "the daemon dies")
+
+
 @pytest.mark.parametrize("place", RECOVERY)
 def test_a_second_death_while_coming_back(start: Starter, processes: Processes, place: str) -> None:
     life = Comeback(start)
@@ -99,33 +124,13 @@ def test_a_second_death_while_coming_back(start: Starter, processes: Processes, 
         life.daemon.kill()
         life.again(failpoints=f"{place}=kill", state=None)
         if place.startswith("hello"):
-            processes_may_connect = threading.Thread(target=_knock, args=(life.socket,))
-            processes_may_connect.start()
-            life.wait_killed()
-            processes_may_connect.join()
-        else:
-            life.wait_killed()
+            knock(life)
+        life.wait_killed()
         life.again()
         with client.lookup(keys_of(1, 2, 3)) as hit:
             assert hit.pages == pages
         client.seal(lease, keys_of(4, 5, 6, 7, 8))
         assert tuple(workers[1].commit(lease)["sealed"]) == lease.pages
-
-
-def _knock(socket: str) -> None:
-    from sharedmirror.channel import Channel
-    from sharedmirror.errors import SharedMirrorError
-    from sharedmirror.types import Role
-    from tests.conftest import until
-
-    def refused() -> bool:
-        try:
-            Channel.open(socket, role=Role.WORKER, timeout_s=5).close()
-        except SharedMirrorError as error:
-            return "no daemon answers" not in error.message
-        return True
-
-    until(refused)
 
 
 @pytest.mark.parametrize("place", ["resume.before", "resume.sent"])
@@ -178,25 +183,26 @@ def test_a_death_while_a_session_is_forgotten(start: Starter, processes: Process
 
 @pytest.mark.parametrize("place", ["records.checkpoint", "records.turned", "records.grow", "records.grown"])
 def test_a_death_while_the_journal_turns_or_grows(start: Starter, processes: Processes, place: str) -> None:
-    """A lease of many pages fills the journal soon; its checkpoint outgrows the area that it had."""
+    """Leases of thousands of pages with keys fill the journal soon, and their checkpoint outgrows its room."""
     life = Comeback(start)
     workers = engine(processes, life, world_size=1, pages=60_000, planes=[["k", 0, 1, 16, 16]])
     with connect(life.socket, timeout_s=20) as client:
         keys = [b"%032d" % number for number in range(400)]
         sealed = publish(client, workers, keys)
-        life.restart(f"{place}=kill:2")
-        held = []
+        life.restart(f"{place}=kill")
         with Keeper(life, []):
-            for _ in range(12):
-                held.append(client.lease(4000))
+            held = [client.lease(4000) for _ in range(8)]
+            for number, lease in enumerate(held):
+                client.seal(lease, [b"%032d" % (4000 * (number + 1) + at) for at in range(4000)])
         pages = [page for lease in held for page in lease.pages]
-        assert len(set(pages)) == 48_000 and not set(pages) & set(sealed)
+        assert len(set(pages)) == 32_000 and not set(pages) & set(sealed)
         assert life.daemon.status()["daemon"]["epoch"] == 3, "the place was not reached"
         life.restart()
         life.wait_attached(2)
-        life.daemon.wait_pages(POOL, leased=48_000, sealed=400)
+        life.daemon.wait_pages(POOL, leased=32_000, sealed=400)
         with client.lookup(keys) as hit:
             assert hit.pages == sealed
+        assert workers[0].commit(held[7])["sealed"] == list(held[7].pages)
 
 
 def test_records_that_cannot_be_saved_hold_answers_back_and_are_an_alarm(

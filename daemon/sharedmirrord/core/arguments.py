@@ -65,6 +65,19 @@ def integers(arguments: Mapping[str, Any], name: str) -> list[int]:
     return value
 
 
+def checks(arguments: Mapping[str, Any]) -> list[list[int]]:
+    """Return the list ``checks`` of [page, region, checksum]; absent means none."""
+    value = arguments.get("checks")
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ProtocolError("checks must be a list of [page, region, checksum]")
+    for entry in value:
+        if not isinstance(entry, list) or len(entry) != 3 or any(type(n) is not int or n < 0 for n in entry):
+            raise ProtocolError("checks must be a list of [page, region, checksum]")
+    return value
+
+
 def check_key(key: Any) -> bytes:
     """Return ``key`` if it is 1 to 64 bytes; raises KeyInputError."""
     if not isinstance(key, bytes):

@@ -419,7 +419,10 @@ def _welcome(state: State, pool: Pool, session: Session, rank: int) -> dict[str,
     revoked = [lease.id for lease in state.leases.values() if lease.pool == pool.id]
     return _description(pool) | {
         "session": session.id,
-        "regions": [{"id": r.id, "bytes": r.size_bytes, "extents": [list(e) for e in r.extents]} for r in regions],
+        "regions": [
+            {"id": r.id, "bytes": r.size_bytes, "extents": [list(e) for e in r.extents], "ranks": list(r.ranks)}
+            for r in regions
+        ],
         "planes": [[order[region], base, stride] for region, base, stride in places],
         # Leases of before were granted without this process as a writer, and hits being released may lose their pages.
         "revoked": revoked,

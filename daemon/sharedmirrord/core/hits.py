@@ -14,6 +14,7 @@ from sharedmirrord.core.durable import Delete, Put, SetSlots
 from sharedmirrord.core.leases import incarnation_of, pool_of, revoke_keyed, table_of
 from sharedmirrord.core.model import Effects, OpenHit, Pool, Session, State
 
+
 class _Pending(EnvironmentFault):
     """Raised while a lookup that may wait would find keys that are being written."""
 

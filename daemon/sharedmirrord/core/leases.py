@@ -16,6 +16,7 @@ from sharedmirror.errors import (
     NoPages,
     PageError,
     RanksMissing,
+    ShardMismatch,
     StaleLease,
     UsageError,
     WrongPoolKind,
@@ -234,12 +235,32 @@ def commit(state: State, session: Session, arguments: dict[str, Any], now: float
     if session.rank is None or lease.writers.get(session.rank) != session.id:
         raise StaleLease(f"lease {lease.id} was granted without this process as a writer", lease=lease.id)
     bits = _usable(state, lease, arguments.get("pages"))
+    _compare(state, lease, session.rank, arg.checks(arguments), out)
     total = lease.committed.get(session.rank, 0) | bits
     lease.committed[session.rank] = total
     done = settle(state, lease, out)
     if lease.open:
         out.writes.append(Put("commit", _commit_id(lease.id, session.rank), pack_bits(total)))
     return _answer(lease, bits, done)
+
+
+def _compare(state: State, lease: OpenLease, rank: int, checks: list[list[int]], out: Effects) -> None:
+    """Compare what ranks say of the bytes they share; pages that differ are revoked. Raises ShardMismatch."""
+    for page, region, checksum in checks:
+        position = lease.positions.get(page)
+        if position is None:
+            raise PageError(f"page {page} is not in lease {lease.id}", page=page, lease=lease.id)
+        known, other = lease.checks.setdefault((position, region), (checksum, rank))
+        if known != checksum:
+            message = (
+                f"ranks {other} and {rank} hold different bytes of page {page} in planes that are marked as shared "
+                f"(region {region} of pool {state.pools[lease.pool].name!r}); "
+                f"the page is not sealed. Correct the shards"
+            )
+            state.alarms["shard_mismatch"] = message
+            revoke(state, lease, 1 << position, out)
+            settle(state, lease, out)
+            raise ShardMismatch(message, page=page, ranks=[other, rank])
 
 
 def seal(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:

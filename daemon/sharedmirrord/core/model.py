@@ -201,6 +201,8 @@ class OpenLease:
     drained: dict[int, int] = field(default_factory=dict)
     """Evidence besides commits: positions under which a rank will never write again."""
     positions: dict[int, int] = field(default_factory=dict)
+    checks: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """For (position, region): the first checksum of shared bytes that came, and its rank."""
 
     @property
     def full(self) -> int:
@@ -319,6 +321,8 @@ class State:
     leases: dict[int, OpenLease] = field(default_factory=dict)
     hits: dict[int, OpenHit] = field(default_factory=dict)
     waiters: list[Waiter] = field(default_factory=list)
+    alarms: dict[str, str] = field(default_factory=dict)
+    """What an operator must know, by code."""
     ended: deque[Ended] = field(default_factory=lambda: deque(maxlen=100))
     next_id: int = 1
     """One counter for sessions, pools, incarnations, leases, hits and regions; only grows."""

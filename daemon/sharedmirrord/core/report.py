@@ -6,6 +6,7 @@ from typing import Any
 
 from sharedmirror.types import PoolKind
 from sharedmirrord.core.model import OpenLease, Pool, Session, SessionState, State
+from sharedmirrord.core.regions import frame_bytes
 from sharedmirrord.core.transitions import PageState
 
 OLD_LEASE_S = 600.0
@@ -31,7 +32,8 @@ def report(state: State, now: float) -> dict[str, Any]:
             for e in reversed(state.ended)
         ],  # fmt: skip
         "quarantine": [entry for lease in state.leases.values() for entry in _quarantine(state, lease)],
-        "alarms": [alarm for lease in state.leases.values() for alarm in _alarms(state, lease, now)],
+        "alarms": [{"code": code, "message": text} for code, text in state.alarms.items()]
+        + [alarm for lease in state.leases.values() for alarm in _alarms(state, lease, now)],
     }
 
 
@@ -53,6 +55,7 @@ def _pool(state: State, pool: Pool) -> dict[str, Any]:
         "world_size": properties.world_size,
         "num_host_pages": pool.num_host_pages,
         "bytes_per_host_page": pool.bytes_per_page,
+        "bytes_saved_per_host_page": _saved(pool),
         "state": "ready" if pool.ready else "forming",
         "ranks_attached": ranks,
         "pages": _counts(state, pool),
@@ -61,6 +64,14 @@ def _pool(state: State, pool: Pool) -> dict[str, Any]:
         "evictions": pool.table.evictions if pool.table else 0,
         "number": pool.number,
     }
+
+
+def _saved(pool: Pool) -> int:
+    """Bytes of a page that ranks would store more than once if they shared nothing."""
+    if not pool.ready:
+        return 0
+    alone = sum(frame_bytes(planes) for planes in pool.planes.values()) * pool.properties.frames_per_page
+    return alone - pool.bytes_per_page
 
 
 def _lives(state: State, session_id: int) -> bool:
