@@ -12,7 +12,8 @@ bytes, times in seconds; later releases add fields and take none away under the 
 - ``arena``: ``bytes_total``, ``bytes_ready`` (prefaulted), ``bytes_allocated`` (in pools), ``bytes_free``.
 - ``pools``, each: ``id``, ``name``, ``tag``, ``number`` (raised by ``clear``), ``kind`` ("static", "leased"),
   ``layout`` ("slab", "page"), ``page_size``, ``frames_per_page``, ``world_size``, ``num_host_pages``,
-  ``bytes_per_host_page`` (over all ranks), ``state`` ("forming", "ready"), ``ranks_attached`` (engine to its ranks),
+  ``bytes_per_host_page`` (over all ranks), ``bytes_saved_per_host_page`` (spared by sharing),
+  ``state`` ("forming", "ready"), ``ranks_attached`` (engine to its ranks),
   ``pages`` (counts: ``reserved``, ``free``, ``leased``, ``sealed``, ``pinned`` (of the sealed), ``quarantined``),
   ``hits``, ``misses``, ``evictions``.
 - ``sessions``, each: ``id``, ``pid``, ``uid``, ``engine``, ``role`` ("worker", "scheduler", "observer"), ``rank``,

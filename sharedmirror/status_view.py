@@ -81,6 +81,8 @@ def _pools(pools: list[Map]) -> RenderableType | None:
         attached = _map(pool, "ranks_attached")
         ranks = [f"{engine}: {_numbers(held)} of {_of(pool, 'world_size')}" for engine, held in attached.items()]
         rows = f"{_of(pool, 'page_size')} rows, {_of(pool, 'frames_per_page')} fr."
+        if pool.get("bytes_saved_per_host_page"):
+            rows += f"\n{size(pool['bytes_saved_per_host_page'])} spared"
         _add_row(
             table,
             f"{_of(pool, 'name')}\nid {_of(pool, 'id')}.{_of(pool, 'number')}",

@@ -71,6 +71,10 @@ class Client:
     def idle(self) -> bool:
         return self.attached and self._current is None and not self._queue
 
+    def under_way(self) -> str:
+        """Say what the client is about, for a report."""
+        return f"attached={self.attached} session={self.session} request={self._current} queue={list(self._queue)}"
+
     def later(self, delay_s: float, do: Callable[..., None], *arguments: Any) -> None:
         """Do something in a while, if the process lives and runs then."""
         self.world.at(delay_s, self.world.tell, self.process, do, *arguments)
@@ -120,14 +124,14 @@ class Client:
             self.world.must(body["error"]["code"] == "instance_changed", str(body))
             self.session, self._current, self._last = None, None, 0
             self._queue.clear()
-            self.world.cut_quietly(self.connection)
+            if self.connection is not None:
+                self.world.hang_up(self.connection)
             self._connect()
-            self.attach()
             return
         self.talking = True
         fresh = self.session is None
         self.session, self._token = body["session"], body["token"]
-        if fresh and not self._queue and self._current is None:
+        if fresh:
             self.attach()
         if self._current is not None and not fresh:
             self._say(self._current)
@@ -153,7 +157,8 @@ class Client:
         return {"pool": "p", "engine": self.engine, "wait_s": 3.0}
 
     def attach(self) -> None:
-        self.ask("attach", self._joined, **self.attach_arguments())
+        if not self.attached and self._current is None and not self._queue:
+            self.ask("attach", self._joined, **self.attach_arguments())
 
     def _joined(self, body: Body) -> None:
         if "error" in body:
@@ -183,6 +188,10 @@ class Worker(Client):
         self.ledger: Ledger | None = None
         self._early: list[Body] = []
         self._answering = False
+        self.flying = 0
+        """Transfers that are not complete."""
+        self._leaving: bool | None = None
+        """While leaving: whether the memory is unmapped already."""
         super().__init__(world, engine, f"rank{rank}")
 
     def attach_arguments(self) -> Body:
@@ -235,8 +244,13 @@ class Worker(Client):
         except (StaleLease, PageError, CopyError):
             commit = None
 
+        over = False
+
         def landed() -> None:
-            if transfer.done():
+            nonlocal over
+            if transfer.done() and not over:
+                over = True
+                self.flying -= 1
                 self.answer()
                 if commit is not None:
                     self.commit(commit)
@@ -244,6 +258,7 @@ class Worker(Client):
         for page in pages:
             delay_s = rng.random() * (3.0 if slow else 0.1)
             self.world.at(delay_s, self._land, transfer, landing, page, generations[page], keys[page], landed)
+        self.flying += 1
         world.count("stores")
 
     def _land(
@@ -270,6 +285,7 @@ class Worker(Client):
             return
         landing = Landing(len(keys))
         transfer.submitted(landing)
+        self.flying += 1
         slow = self.world.rng.random() < 0.1
         for page, key in keys.items():
             self.world.check_bytes(self.rank, page, key)
@@ -281,8 +297,34 @@ class Worker(Client):
             self.world.check_bytes(self.rank, page, key)
             landing.left -= 1
             if landing.done():
-                self.world.tell(self.process, then)
-                self.world.tell(self.process, self.answer)
+                self.world.tell(self.process, self._complete, then)
+
+    def _complete(self, then: Callable[[], None]) -> None:
+        self.flying -= 1
+        then()
+        self.answer()
+
+    def leave(self) -> None:
+        """Close the mirror: no more copies, detach when those under way are complete, then exit."""
+        if self.ledger is not None and self.attached and self._leaving is None:
+            self._leaving = self.world.rng.random() < 0.5
+            self.ledger = None
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.flying:
+            self.later(0.1, self._leave)
+            return
+        self.world.count("detached")
+        self.ask("detach", self._left, unmapped=self._leaving)
+
+    def _left(self, body: Body) -> None:
+        self.world.must("error" not in body, f"{body}")
+        if self._leaving is False:
+            self._leaving = True
+            self.later(0.3, self.ask, "unmapped", self._left)
+        else:
+            self.world.kill(self.process)
 
 
 class Scheduler(Client):

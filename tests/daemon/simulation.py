@@ -234,6 +234,36 @@ class World:
         if connection is connection.process.connections[-1]:
             connection.on_frame(body)
 
+    def duplicate(self, connection: Connection, body: Body) -> None:
+        """A request arrives a second time, once it is answered."""
+        delay_s = connection.to_daemon - self.now + self.rng.uniform(0.01, 0.4)
+        self.at(delay_s, self._arrive_again, connection, body)
+
+    def _arrive_again(self, connection: Connection, body: Body) -> None:
+        daemon = self.daemon
+        session = daemon.state.sessions.get(connection.session or 0)
+        if not (daemon.up and connection.life == daemon.life and connection.open and session is not None):
+            return
+        waits = any(waiter.session == session.id for waiter in daemon.state.waiters)
+        if not waits and (body["op"] not in machine.MUTATING or session.last_request >= body["id"]):
+            self.count("duplicates")
+            daemon.frame(connection, body)
+
+    def impostor(self, session: int, process: Process) -> None:
+        """Somebody with the pid of a session's process, but without its token, wants to be that session."""
+        if self.daemon.up:
+            self.count("impostors")
+            connection = Connection(process, self.daemon.life, lambda body: None, lambda: None)
+            hello = {"op": "hello", "session": session, "token": b"?" * 16, "honest": False}
+            self.send(connection, hello | {"leases": [], "hits": [], "retry": None})
+            self.at(1.0, self.hang_up, connection)
+
+    def hang_up(self, connection: Connection) -> None:
+        """The client closes its end."""
+        if connection.open:
+            connection.open = False
+            self.at(self._delay(), self.daemon.lost, connection)
+
     def cut(self, connection: Connection) -> None:
         """The connection ends, and with it what is under way on it; both sides learn of it in their own time."""
         if connection.open:
