@@ -1,6 +1,6 @@
 """The copy engine's table for BENCHMARKS.md: limits, baselines and the engine, measured in one run.
 
-    PYTHONPATH=.:daemon python3 scripts/bench_gpu.py
+    PYTHONPATH=.:daemon python3 scripts/bench_gpu.py [--layouts page:16 slab:32 ...] [--beside engine ...]
 
 Rates are payload bytes over the time from the call to its completion, as a share of what one pinned copy of
 1 GiB reaches in the same run. Every number is a median. Progress goes to stderr, one markdown table to stdout.
@@ -8,6 +8,7 @@ Rates are payload bytes over the time from the call to its completion, as a shar
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import mmap
 import platform
@@ -32,11 +33,18 @@ from sharedmirror.copies.staged import StagedEngine
 GIB = 1 << 30
 PLANES, PAGES, POOL_PAGES = 128, 256, 512
 REPEATS = 7
-HOST_BYTES = PLANES * POOL_PAGES * (128 << 10)
 REGISTRATION_BYTES = 4 * GIB
 POPULATE_WRITE = 23
 LATENCY_REPEATS = 101
 PAUSE_S = 0.03
+
+
+TARGETS = {
+    "page:1": "0.80", "page:4": "0.92, 0.5 ms", "page:16": "0.95, 0.5 ms", "page:32": "0.95, 0.5 ms",
+    "page:128": "0.95, 0.5 ms", "slab:4": "", "slab:32": "0.85", "slab:128": "0.85",
+}  # fmt: skip
+"""Layouts and slices in KiB, with what scattered pages are to reach."""
+MOVERS = ("engine", "one pinned copy", "kernel on mapped host memory")
 
 
 class HostMemory:
@@ -213,13 +221,10 @@ def rates(report: Report, limits: Limits, engine: Any, label: str, total: int, p
     report.add(label, "; ".join(parts), target)
 
 
-def measure_layouts(report: Report, limits: Limits, host: HostMemory) -> None:
-    targets = {
-        ("page", 1 << 10): "0.80", ("page", 4 << 10): "0.92, 0.5 ms", ("page", 16 << 10): "0.95, 0.5 ms",
-        ("page", 32 << 10): "0.95, 0.5 ms", ("page", 128 << 10): "0.95, 0.5 ms", ("slab", 4 << 10): "-",
-        ("slab", 32 << 10): "0.85", ("slab", 128 << 10): "0.85",
-    }  # fmt: skip
-    for (layout, slice_bytes), target in targets.items():
+def measure_layouts(report: Report, limits: Limits, host: HostMemory, wanted: list[str]) -> None:
+    for label in wanted:
+        target, (layout, kib) = TARGETS[label], label.split(":")
+        slice_bytes = int(kib) << 10
         geometry = pool(host, slice_bytes, layout)
         engine = StagedEngine(geometry)
         total, name = PAGES * PLANES * slice_bytes, f"`{layout}`, slices of {slice_bytes >> 10} KiB"
@@ -230,11 +235,11 @@ def measure_layouts(report: Report, limits: Limits, host: HostMemory) -> None:
             pairs = (random, np.arange(PAGES, dtype=np.int64))
             if slice_bytes < 128 << 10:
                 rates(report, limits, engine, f"{name}, one run on the host", total, pairs, "0.97")
-        if (layout, slice_bytes) in (("page", 16 << 10), ("slab", 32 << 10)):
+        if label in ("page:16", "slab:32"):
             both_ways(report, limits, engine, name, total)
         if slice_bytes >= 4 << 10:
             fences(report, engine, geometry, name, total)
-        if (layout, slice_bytes) == ("page", 32 << 10):
+        if label == "page:32":
             latency(report, engine)
             baselines(report, limits, engine, geometry, name, total)
         engine.close()
@@ -300,10 +305,10 @@ def baselines(report: Report, limits: Limits, engine: Any, geometry: Geometry, n
 class Chain:
     """A bf16 matmul chain as a CUDA graph."""
 
-    def __init__(self, batch: int, target_ms: float, priority: int = 0) -> None:
+    def __init__(self, batch: int, target_ms: float) -> None:
         self._weights = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) / 90 for _ in range(16)]
         self._x = torch.randn(batch, 8192, device="cuda", dtype=torch.bfloat16)
-        self.stream = torch.cuda.Stream(priority=priority)
+        self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):
             self._run()
         torch.cuda.synchronize()
@@ -333,7 +338,7 @@ class Chain:
         return float(events[0].elapsed_time(events[1]))
 
 
-def interference(report: Report, limits: Limits, host: HostMemory) -> None:
+def interference(report: Report, limits: Limits, host: HostMemory, wanted: list[str]) -> None:
     slice_bytes = 16 << 10
     engine = StagedEngine(pool(host, slice_bytes, "page"))
     total, pairs, stream = PAGES * PLANES * slice_bytes, scattered(), torch.cuda.Stream()
@@ -344,21 +349,22 @@ def interference(report: Report, limits: Limits, host: HostMemory) -> None:
         with torch.cuda.stream(stream):
             (pinned if to_host else device).copy_(device if to_host else pinned, non_blocking=True)
 
-    movers: dict[str, tuple[tuple[Callable[..., object], Callable[..., object]], int, int, int, str]] = {
-        "engine": ((engine.store, engine.load), total, -1, 0, "x1.03, 0.90"),
-        "engine, chain of high priority": ((engine.store, engine.load), total, -1, -5, ""),
-        "one pinned copy": ((partial(pinned_copy, True), partial(pinned_copy, False)), GIB, -1, 0, "limit"),
-        "kernel on mapped host memory": ((engine.store, engine.load), total, 1 << 62, 0, ""),
+    movers: dict[str, tuple[tuple[Callable[..., object], Callable[..., object]], int, int, str]] = {
+        "engine": ((engine.store, engine.load), total, -1, "x1.03, 0.90"),
+        "one pinned copy": ((partial(pinned_copy, True), partial(pinned_copy, False)), GIB, -1, "limit"),
+        "kernel on mapped host memory": ((engine.store, engine.load), total, 1 << 62, ""),
     }
     for batch in (32, 4096):
-        for label, (calls, size, small, priority, target) in movers.items():
-            chain = Chain(batch, 30.0, priority)
+        chain = Chain(batch, 30.0)
+        for label in wanted:
+            calls, size, small, target = movers[label]
             with settings(SMALL_BYTES=small):
                 parts = []
                 for name, call, limit in zip(("store", "load"), calls, (limits.store, limits.load), strict=True):
                     slower, rate = beside(chain, call, pairs, stream, size, limit)
                     parts.append(f"{name} x{slower:.3f} at {rate / limit:.2f} of the limit")
             report.add(f"bf16 matmul chain of batch {batch} beside a transfer: {label}", "; ".join(parts), target)
+        del chain
     engine.close()
 
 
@@ -409,6 +415,10 @@ def beside(
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="*", choices=[*TARGETS], default=[*TARGETS])
+    parser.add_argument("--beside", nargs="*", choices=MOVERS, default=[*MOVERS])
+    options = parser.parse_args()
     started = time.perf_counter()
     report = Report()
     limits = measure_limits()
@@ -416,14 +426,16 @@ def main() -> None:
         "limit: pinned copy of 1 GiB",
         f"store {limits.store:.1f}, load {limits.load:.1f}, both at once {limits.both:.1f} GB/s",
     )
-    host = HostMemory(HOST_BYTES)
-    out, back = measure_rows_limit(host)
-    report.add(
-        "limit: 2D copies of 128 rows of 32 KiB (a scattered page of a slab)",
-        f"store {out:.1f} GB/s = {out / limits.store:.2f}, load {back:.1f} GB/s = {back / limits.load:.2f}",
-    )
-    measure_layouts(report, limits, host)
-    interference(report, limits, host)
+    largest = max([16, *(int(label.split(":")[1]) for label in options.layouts)])
+    host = HostMemory(PLANES * POOL_PAGES * (largest << 10))
+    if "slab:32" in options.layouts:
+        out, back = measure_rows_limit(host)
+        report.add(
+            "limit: 2D copies of 128 rows of 32 KiB (a scattered page of a slab)",
+            f"store {out:.1f} GB/s = {out / limits.store:.2f}, load {back:.1f} GB/s = {back / limits.load:.2f}",
+        )
+    measure_layouts(report, limits, host, options.layouts)
+    interference(report, limits, host, options.beside)
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
         f"{platform.python_version()}, Linux {platform.release()}; {PLANES} planes, {PAGES} pages, medians of "

@@ -2,7 +2,7 @@
 
 ``crash-loop --minutes M --seed S``. Two engines of two ranks share a pool so small that it evicts all
 the time. Besides SIGKILL from outside the daemon dies at failpoints, in its recovery too, and workers
-die with ghosts (see ``crash_roles``). At the end nobody is killed any more: every readable page is
+die with ghosts (see ``crash_worker``). At the end nobody is killed any more: every readable page is
 verified once again, and no page may be left leased, quarantined or pinned.
 
 The last line is "N violations"; the exit code is 1 if N is not 0.
@@ -27,7 +27,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client as Dial
 from typing import Any
 
-from crash_roles import ENGINES, HOST_PAGES, PATIENCE_S, RANKS, Stage, play
+import torch
+from crash_scheduler import Scheduler
+from crash_stage import ENGINES, HOST_PAGES, PATIENCE_S, RANKS, Stage
+from crash_worker import Worker
 
 from sharedmirror.channel import Channel
 from sharedmirror.errors import SharedMirrorError
@@ -60,6 +63,21 @@ class Actor:
         return self.role if self.role == "daemon" else f"{self.role} {self.engine}.{self.rank}"
 
 
+def play(stage: Stage, role: str, engine: int, rank: int, seed: str) -> int:
+    """Be a worker or a scheduler until killed or stopped; returns the exit code."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        if role == "worker":
+            Worker(stage, engine, rank, seed).serve()
+        else:
+            Scheduler(stage, engine, seed).run()
+    except Exception as error:
+        stage.violation(f"{role} {engine}.{rank} ended: {type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
 class Loop:
     """Starts everything, does harm, keeps the score."""
 
@@ -82,6 +100,8 @@ class Loop:
         self.bereft: set[int] = set()
         """Pages whose lease was under way when a process of its engine died."""
         self.instance = ""
+        self.evictions = (0, 0)
+        """Epoch of the daemon and what it had evicted when it was last asked; it counts from each start."""
         self.harm = True
         self._buffer = b""
 
@@ -203,6 +223,9 @@ class Loop:
             self.violations.append(f"the arena was given up: instance {instance} came after {self.instance}")
         self.instance = instance
         for pool in status["pools"]:
+            last = self.evictions[1] if self.evictions[0] == status["daemon"]["epoch"] else 0
+            self.evictions = (status["daemon"]["epoch"], pool["evictions"])
+            self.counts["evictions seen"] += pool["evictions"] - last
             pages = pool["pages"]
             if sum(pages.values()) - pages["pinned"] != HOST_PAGES:
                 self.violations.append(f"the pages do not sum to {HOST_PAGES}: {pages}")
@@ -229,7 +252,7 @@ class Loop:
                     due[role] = now + self.random.uniform(*ACTION_EVERY_S)
             if now > next_status and self.daemon.continue_at is None:
                 self.status()
-                next_status = now + 3
+                next_status = now + 0.5
             if self.counts["operations"] > progress[0]:
                 progress = (self.counts["operations"], now)
             elif now > progress[1] + 60:
@@ -271,9 +294,6 @@ class Loop:
                 os.kill(actor.pid, signal.SIGTERM)
         self._wait(lambda: not any(actor.pid for actor in schedulers), "the schedulers end")
         self._wait(self._settled, "no page is leased, quarantined or pinned")
-        status = self.status() or {}
-        for pool in status.get("pools", []):
-            self.counts["evictions (since the last start)"] += pool["evictions"]
         for actor in self.actors:
             if actor.role == "worker" and actor.pid:
                 with contextlib.suppress(OSError), Dial(self.stage.worker_path(actor.engine, actor.rank)) as peer:

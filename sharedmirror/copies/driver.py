@@ -41,7 +41,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (_I,),
     "cuCtxPushCurrent_v2": (_P,),
     "cuCtxPopCurrent_v2": (_P,),
-    "cuCtxGetStreamPriorityRange": (_P, _P),
     "cuModuleLoadData": (_P, _P),
     "cuModuleUnload": (_P,),
     "cuModuleGetFunction": (_P, _P, ctypes.c_char_p),
@@ -146,12 +145,9 @@ class Driver:
         if code:
             self._refuse("cuMemcpy2DAsync", code)
 
-    def create_stream(self, *, urgent: bool = False) -> int:
-        """Return a new stream that does not wait for the legacy null stream; ``urgent``: of the highest priority."""
-        least, greatest = ctypes.c_int(), ctypes.c_int()
-        self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
-        priority = greatest.value if urgent else least.value
-        return self._made("cuStreamCreateWithPriority", _NON_BLOCKING, priority)
+    def create_stream(self) -> int:
+        """Return a new stream that does not wait for the legacy null stream."""
+        return self._made("cuStreamCreateWithPriority", _NON_BLOCKING, 0)
 
     def create_event(self) -> int:
         """Return a new event without timing."""

@@ -45,7 +45,8 @@ _LEGACY_STREAMS = (0, 1)
 class StagedEngine:
     """Copies between CUDA tensors and registered host memory.
 
-    ``slots`` staging slots of ``slot_bytes`` (at least 128 KiB) are allocated for each direction.
+    ``slots`` staging slots of ``slot_bytes`` (at least 128 KiB) are allocated for each direction. Calls cannot be
+    captured in a CUDA graph: they use streams and page ids that the next call uses again.
     """
 
     def __init__(self, geometry: Geometry, *, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
@@ -56,14 +57,13 @@ class StagedEngine:
         layered = layered_view(self._addresses, geometry.order, geometry.event_after)
         self._whole = Lines(build_view(self._addresses, [geometry.order]), self._device)
         self._layered = Lines(layered, self._device)
-        self._event_groups = [
-            layered.group_of_plane[geometry.order[after - 1]] for after in geometry.event_after
-        ]
+        self._event_groups = [layered.group_of_plane[geometry.order[after - 1]] for after in geometry.event_after]
         with torch.cuda.device(self._device):
             self._driver = Driver(self._device.index)
             with self._driver:
                 self._store = Lane(self._driver, self._device, slots, slot_bytes)
                 self._load = Lane(self._driver, self._device, slots, slot_bytes)
+                self._lanes: tuple[Lane, ...] = (self._store, self._load)
                 self._kernels = MoveKernels(self._driver)
                 self._small = self._driver.reads_registered_memory
                 for table in (*self._whole.view.tables, *layered.tables):
@@ -88,7 +88,7 @@ class StagedEngine:
 
     def drain(self) -> None:
         """Block until every copy ever submitted is complete; raises CopyError."""
-        for lane in (self._store, self._load):
+        for lane in self._lanes:
             with lane.lock:
                 events = lane.ids.events()
             try:
@@ -106,17 +106,19 @@ class StagedEngine:
         try:
             self.drain()
             with self._driver:
-                for lane in (self._store, self._load):
+                for lane in self._lanes:
                     lane.synchronize()
+                for lane in self._lanes:
                     lane.destroy()
             self._driver.close()
         except BaseException:
             self._geometry = geometry
             raise
-        for lines in (self._whole, self._layered):
-            lines.release()
-        for lane in (self._store, self._load):
+        for lane in self._lanes:
             lane.release()
+        self._lanes = ()
+        self._whole.release()
+        self._layered.release()
 
     def __del__(self) -> None:
         with suppress(Exception):

@@ -45,7 +45,7 @@ class Lines:
 
     def release(self) -> None:
         """Let go of the device's memory."""
-        self._tables, self.addresses, self.templates = [], [], {}
+        self._tables, self.templates = [], {}
 
 
 class Arguments:

@@ -37,13 +37,15 @@ __all__ = [
 
 FIRST_SHARE = 0.1
 LATER_GROUPS = 3
-COPY_BYTES = 384 << 10
+"""Layers are loaded in groups: a first one with this share of the bytes, then at most so many of equal size."""
+COPY_BYTES = 512 << 10
 """Groups of layers are at least so large that a page's copies, at a microsecond of CPU each, move this much."""
 ROWS_COST = 3
 """A 2D copy costs as much CPU as so many single ones in a batch."""
 TILE_BYTES = 16 << 10
 SMALL_TILE_BYTES = 4 << 10
 TILE_FIELDS = 8
+_WORD_BYTES = 8
 _TILE_WORDS = 2048
 _MOST_ROWS = 64
 _ALIGN = 16
@@ -273,15 +275,16 @@ def _tile_tables(addresses: Addresses, records: Ids, places: list[tuple[int, int
         rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4] = device + at, stride, x + at, first, last
         rows[:, 5], rows[:, 6], rows[:, 7] = np.minimum(tile, size - at), host + at, host_stride
         kinds.setdefault((word, tile), []).append(rows)
-    return tuple(
-        TileTable(word, tile, min(_MOST_ROWS, max(1, _TILE_WORDS * min(word, 8) // tile)), np.concatenate(rows))
-        for (word, tile), rows in kinds.items()
-    )
+    tables = []
+    for (word, tile), rows in kinds.items():
+        at_once = max(1, _TILE_WORDS * min(word, _WORD_BYTES) // tile)
+        tables.append(TileTable(word, tile, min(_MOST_ROWS, at_once), np.concatenate(rows)))
+    return tuple(tables)
 
 
 def _tile_bytes(word: int, size: int) -> int:
     """Return a power of two: large tiles need fewer table reads, small ones leave fewer threads idle."""
-    most = _TILE_WORDS * min(word, 8)
+    most = _TILE_WORDS * min(word, _WORD_BYTES)
     wanted = TILE_BYTES if size % TILE_BYTES == 0 else min(SMALL_TILE_BYTES, 1 << (size - 1).bit_length())
     return max(_ALIGN, min(most, wanted))
 

@@ -51,7 +51,9 @@ def _pool(pool: Pool) -> dict[str, Any]:
     view |= {"regions": list(pool.regions), "places": dict(pool.places), "pending": dict(pool.pending)}
     table = pool.table
     if table is not None:
-        states = ["held" if state in HELD else PageState(state).name for state in table.states]
+        kept = table.pins.keys() | set(table.index.values())
+        # A cleared page that nobody pins is free, whether or not it was swept up already.
+        states = ["held" if s in HELD else "kept" if page in kept else "free" for page, s in enumerate(table.states)]
         view |= {"states": states, "generations": list(table.generations), "keys": dict(table.index)}
         view |= {"pins": dict(table.pins), "parents": {page: table._parent(page) for page in table.index.values()}}
     return view

@@ -61,6 +61,7 @@ class Client:
         self.attached = False
         self.talking = False
         """Whether the handshake is through."""
+        self.leaving = False
         self._token = b""
         self._last = 0
         self._queue: deque[tuple[str, Body, Then]] = deque()
@@ -113,12 +114,19 @@ class Client:
         elif not self.talking:
             self._greeted(body)
         elif self._current is not None and body["id"] == self._current[0]:
-            then, self._current = self._current[3], None
+            (_, op, _, then), self._current = self._current, None
+            if "error" in body:
+                # What an honest client is never told: it keeps the protocol, and asks for what can be.
+                dishonest = body["error"]["code"] in ("protocol", "stale_request", "usage", "bad_page", "bad_key")
+                self.world.must(not dishonest, f"{self.process.name} asked {op} and was told {body['error']}")
             then(body)
             self._pump()
 
     def _greeted(self, body: Body) -> None:
         if "error" in body:
+            if self.leaving:
+                self.world.kill(self.process)  # its last answer got lost
+                return
             # Only a session that never attached may be unknown to the next daemon.
             self.world.must(not self.attached, f"{self.process.name} lives and lost its session: {body['error']}")
             self.world.must(body["error"]["code"] == "instance_changed", str(body))
@@ -190,8 +198,6 @@ class Worker(Client):
         self._answering = False
         self.flying = 0
         """Transfers that are not complete."""
-        self._leaving: bool | None = None
-        """While leaving: whether the memory is unmapped already."""
         super().__init__(world, engine, f"rank{rank}")
 
     def attach_arguments(self) -> Body:
@@ -306,8 +312,8 @@ class Worker(Client):
 
     def leave(self) -> None:
         """Close the mirror: no more copies, detach when those under way are complete, then exit."""
-        if self.ledger is not None and self.attached and self._leaving is None:
-            self._leaving = self.world.rng.random() < 0.5
+        if self.ledger is not None and self.attached and not self.leaving:
+            self.leaving = True
             self.ledger = None
             self._leave()
 
@@ -316,15 +322,15 @@ class Worker(Client):
             self.later(0.1, self._leave)
             return
         self.world.count("detached")
-        self.ask("detach", self._left, unmapped=self._leaving)
+        unmapped = self.world.rng.random() < 0.5
+        self.ask("detach", lambda body: self._left(body, unmapped), unmapped=unmapped)
 
-    def _left(self, body: Body) -> None:
+    def _left(self, body: Body, unmapped: bool) -> None:
         self.world.must("error" not in body, f"{body}")
-        if self._leaving is False:
-            self._leaving = True
-            self.later(0.3, self.ask, "unmapped", self._left)
-        else:
+        if unmapped:
             self.world.kill(self.process)
+        else:
+            self.later(0.3, self.ask, "unmapped", lambda body: self._left(body, True))
 
 
 class Scheduler(Client):
@@ -358,7 +364,8 @@ class Scheduler(Client):
                 self.ask("lease", lambda body: self._leased(body, keys, parent), n=len(keys))
             elif roll < 0.85:
                 mode = rng.choice(["prefix", "each"])
-                self.ask("lookup", lambda body: self._looked(body, keys), keys=keys, mode=mode)
+                wait_s = rng.choice([0, 0, 0.3])
+                self.ask("lookup", lambda body: self._looked(body, keys), keys=keys, mode=mode, wait_s=wait_s)
             elif roll < 0.9 and self.leases:
                 lease, planned = self.leases[rng.choice(sorted(self.leases))]
                 some = [page for page in planned if rng.random() < 0.6]

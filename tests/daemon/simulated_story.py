@@ -8,11 +8,11 @@ from __future__ import annotations
 from sharedmirrord.core.transitions import PageState
 from tests.daemon.durable_view import durable_view
 from tests.daemon.simulated_clients import Client, Scheduler, Worker
-from tests.daemon.simulation import CRASHES, World
+from tests.daemon.simulation import CRASHES, Violation, World
 
 ENGINES = ("e", "f")
 RANKS = 2
-STORM_S = 12.0
+STORM_S = 24.0
 CALM_S = 20.0
 
 
@@ -111,11 +111,15 @@ class Story:
                         self.world.check_bytes(rank, page, key)
 
 
-def simulate(seed: int, *, replies_first: bool = False) -> World:
-    """Run the story of one seed to its end."""
+def simulate(seed: int) -> World:
+    """Run the story of one seed to its end; raises Violation, also for whatever the core raises."""
     world = World(seed)
-    world.daemon.replies_first = replies_first
     story = Story(world)
-    world.run(world.now + STORM_S)
-    story.finish()
+    try:
+        world.run(world.now + STORM_S)
+        story.finish()
+    except Violation:
+        raise
+    except Exception as error:
+        raise world.violation(f"an exception: {error!r}") from error
     return world

@@ -42,8 +42,8 @@ class Violation(AssertionError):
     """Raised when something happened that must never happen."""
 
 
-class _Killed(Exception):
-    """The daemon was killed."""
+class _Killed(BaseException):
+    """The daemon was killed; no ``except Exception`` may save it."""
 
 
 @dataclass
@@ -118,7 +118,10 @@ class World:
 
     def must(self, condition: object, what: str) -> None:
         if not condition:
-            raise Violation(f"seed {self.seed} at {self.now:.3f} s: {what}")
+            raise self.violation(what)
+
+    def violation(self, what: str) -> Violation:
+        return Violation(f"seed {self.seed} at {self.now:.3f} s: {what}")
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -202,6 +205,7 @@ class World:
             return None
         connection = Connection(process, self.daemon.life, on_frame, on_lost)
         process.connections = [connection]
+        self.daemon.sockets.append(connection)
         return connection
 
     def send(self, connection: Connection, body: Body) -> None:
@@ -279,6 +283,9 @@ class World:
 class Daemon:
     """The rim, as ``server`` has it: one life after another over the same memory."""
 
+    replies_first = False
+    """A planted bug: answers go out before the writes are durable."""
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.life = 0
@@ -287,13 +294,13 @@ class Daemon:
         self.store = new_store(self.storage)[1]
         self.state = State(ArenaSpace(ARENA_BYTES))
         self.connections: dict[int, Connection] = {}
+        self.sockets: list[Connection] = []
+        """All connections of this life, greeted or not."""
         self.watched: dict[int, Process | None] = {}
         self.armed: str | None = None
         self.answered: dict[int, int] = {}
         """The last mutating request of each session that was answered."""
         self.answers: dict[tuple[int, int], Body] = {}
-        self.replies_first = False
-        """A planted bug: answers go out before the writes are durable."""
         self._timer = 0
         self._steps = 0
 
@@ -309,11 +316,12 @@ class Daemon:
         world = self.world
         world.count("crashes")
         self.up, self.armed = False, None
-        for connection in list(self.connections.values()):
-            if connection.open and world.rng.random() < 0.5:
+        for connection in self.sockets:
+            if world.rng.random() < 0.5:
                 world.cut(connection)  # what was sent is lost
             else:
                 world.at(0.3, world.cut, connection)  # what was sent still arrives
+        self.sockets.clear()
         self.connections.clear()
         world.at(world.rng.uniform(0.02, 1.5), self._recover, views)
 
@@ -325,7 +333,7 @@ class Daemon:
         try:
             self.state = recover(self.store.records(), self.store.slots, ARENA_BYTES, world.now)
         except SharedMirrorError as error:
-            raise Violation(f"seed {world.seed}: 10: {error.message}") from error
+            raise world.violation(f"10: {error.message}") from error
         found = durable_view(self.state)
         world.must(found in views, f"10: an operation happened in part: {_difference(found, views[-1])}")
         for number, session in self.state.sessions.items():
@@ -374,7 +382,9 @@ class Daemon:
             if armed == "inside":
                 if self._killed_store(world.rng.randrange(12), lambda: self.store.commit(effects.writes)):
                     self.crash([before, durable_view(state)])
-                    self.store.commit(effects.writes)
+                    return
+            else:
+                self.store.commit(effects.writes)
             if armed in ("before the answer", "inside"):
                 self.crash([durable_view(state)])
                 return

@@ -194,12 +194,39 @@ def test_clear_frees_what_nobody_pins() -> None:
     table = PageTable(4)
     pages = sealed(table, b"a", b"b", b"c")
     table.pin([pages[1]])
-    assert sorted(table.clear()) == [pages[0], pages[2]]
+    assert table.clear() == 2
     assert table.index == {}
+    assert sorted(table.sweep(10)) == [pages[0], pages[2]]
+    assert not table.sweeping
     assert table.states[pages[1]] == PageState.SEALED
     assert table.unpin([pages[1]]) == [pages[1]]
     assert table.counts[PageState.FREE] == 3
     assert table.problems() == []
+
+
+def test_a_sweep_goes_on_in_steps_and_spares_what_came_back_meanwhile() -> None:
+    table = PageTable(8)
+    pages = sealed(table, b"a", b"b", b"c", b"d", b"e")
+    table.pin([pages[0]])
+    assert table.clear() == 4
+    assert table.unpin([pages[0]]) == [pages[0]]
+    (again,) = sealed(table, b"a")
+    steps = []
+    while table.sweeping:
+        steps.append(table.sweep(2))
+        assert table.problems() == []
+    assert max(map(len, steps)) == 2
+    assert sorted(page for step in steps for page in step) == sorted(pages[1:])
+    assert table.index == {b"a": again}
+
+
+def test_a_grant_takes_cleared_pages_before_it_evicts() -> None:
+    table = PageTable(5)
+    sealed(table, b"a", b"b", b"c")
+    table.clear()
+    sealed(table, b"new")
+    assert evicts(table, 3) == []
+    assert b"new" in table.index
 
 
 def test_a_cleared_key_can_be_bound_again_while_the_old_page_is_pinned() -> None:
@@ -207,6 +234,7 @@ def test_a_cleared_key_can_be_bound_again_while_the_old_page_is_pinned() -> None
     parent, _ = sealed(table, b"a", b"b")
     table.pin([parent])
     table.clear()
+    table.sweep(10)
     (again,) = sealed(table, b"a")
     assert again != parent
     assert table.problems() == []

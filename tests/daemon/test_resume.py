@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from sharedmirror.errors import InstanceChanged, NoPages, StaleLease
-from sharedmirror.types import Role
+from sharedmirror.transfers import Ledger
+from sharedmirror.types import Generation, Lease, LeaseId, PageId, PoolId, Role
 from sharedmirrord.core import machine, sessions
 from sharedmirrord.core.model import Peer, SessionState
 from sharedmirrord.core.transitions import PageState
 from tests.daemon.core_driver import MIB, Engine, unpacked
 from tests.daemon.durable_driver import DurableDriver
 from tests.daemon.durable_view import durable_view
+from tests.daemon.simulated_clients import SeenHit
 from tests.daemon.store_memory import ARENA_BYTES
 
 
@@ -274,3 +276,26 @@ def test_space_of_a_pool_is_not_given_out_again(driver: DurableDriver, engine: E
     second = after.engine("f", pool="q", num_host_pages=4)
     offsets = [extent[1] for reply in [*engine.replies, *second.replies] for extent in reply["regions"][0]["extents"]]
     assert sorted(offsets) == [0, 2 * MIB, 4 * MIB, 6 * MIB]
+
+
+def test_a_fresh_worker_refuses_what_was_over_before_it_came(driver: DurableDriver, engine: Engine) -> None:
+    """Also when older leases and hits are still open: simulation seeds 178 and 203 copied under such a lease."""
+    engine.cache(b"a", b"b")
+    older, over = engine.lease(1), engine.lease(1)
+    first, second = engine.lookup(b"a"), engine.lookup(b"b", mode="each")
+    driver.ask(engine.scheduler, "abort", lease=over["lease"])
+    for rank in (0, 1):
+        engine.drained(rank, [over["lease"]])
+    engine.release(second["hit"])
+    assert older["lease"] in driver.state.leases and over["lease"] not in driver.state.leases
+    assert first["hit"] in driver.state.hits and second["hit"] not in driver.state.hits
+    driver.kill(engine.workers[0])
+    reply = driver.ask_attach(driver.hello(), rank=0, num_host_pages=8)
+    ledger = Ledger(reply["pool"], 8)
+    ledger.forestall(reply)
+    for body in (older, over):
+        pages, generations = tuple(map(PageId, body["pages"])), tuple(map(Generation, body["generations"]))
+        with pytest.raises(StaleLease):
+            ledger.begin_store(Lease(LeaseId(body["lease"]), PoolId(reply["pool"]), pages, generations), pages)
+    with pytest.raises(StaleLease):
+        ledger.begin_load(SeenHit(second["hit"], reply["pool"], tuple(second["pages"])), second["pages"])

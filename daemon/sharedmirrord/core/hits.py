@@ -188,8 +188,9 @@ def clear(state: State, session: Session, arguments: dict[str, Any], now: float,
     """``clear``: all keys vanish at once, by raising the pool's durable number."""
     pool = pool_of(state, session)
     freed = table_of(pool).clear()
+    state.sweeping = True
     pool.number += 1
     out.writes.append(Put("marks", pool.id, pool.marks()))
     revoke_keyed(state, pool, out)
     state.moved = True
-    return {"freed": len(freed)}
+    return {"freed": freed}

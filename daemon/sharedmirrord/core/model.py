@@ -333,6 +333,8 @@ class State:
     survivors: set[int] = field(default_factory=set)
     """Sessions from before a restart that have neither resumed nor gone; nothing is evicted meanwhile."""
     stopping: bool = False
+    sweeping: bool = False
+    """Whether pages of a cleared pool are left to be freed: the next event goes on with it."""
     moved: bool = False
     """Set when something happened that a waiter may have waited for."""
 

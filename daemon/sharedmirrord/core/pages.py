@@ -46,6 +46,8 @@ class PageTable:
         self._queued = bytearray(pages)
         self._heap: list[int] = []
         self._tick = 0
+        self._stale: list[tuple[dict[bytes, int], list[int]]] = []
+        """What ``clear`` put aside: indexes, and the eviction orders that went with them."""
         self._awaited: dict[bytes, list[tuple[int, int]]] = {}
         """Sealed pages, with generation, by the key of a parent that is not readable yet."""
 
@@ -85,6 +87,8 @@ class PageTable:
         """
         free = self._free
         evicted: list[bytes] = []
+        if wanted > len(free) and self._stale:
+            self.sweep(wanted - len(free))
         if wanted > len(free):
             victims = self._victims(wanted - len(free), protected) if may_evict else None
             if victims is None:
@@ -194,20 +198,39 @@ class PageTable:
         self.evictions += 1
         return key
 
-    def clear(self) -> list[int]:
-        """Unbind all keys and free every sealed page that nobody pins; returns the freed pages.
+    def clear(self) -> int:
+        """Unbind all keys at once; returns how many pages ``sweep`` will free.
 
         Pinned pages stay sealed and readable for their holders, and are freed with their last pin.
         """
-        freed = [page for page, state in enumerate(self.states) if state == _SEALED and page not in self.pins]
-        self.index.clear()
+        freed = len(self.index) - sum(self.index.get(self.keys[page] or b"") == page for page in self.pins)
+        self._stale.append((self.index, self._heap))
+        self.index, self._heap = {}, []
         self._awaited.clear()
-        self._heap.clear()
         self._queued = bytearray(self.pages)
-        for page in freed:
-            self._forget_key(page)
+        return freed
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether cleared pages are left to be freed."""
+        return bool(self._stale)
+
+    def sweep(self, limit: int) -> list[int]:
+        """Free up to ``limit`` pages that ``clear`` unbound; returns them. A million at once would take too long."""
+        freed: list[int] = []
+        while self._stale and len(freed) < limit:
+            index, heap = self._stale[-1]
+            del heap[-limit:]
+            for _ in range(min(limit - len(freed), len(index))):
+                key, page = index.popitem()
+                # A pinned page goes with its last pin; one that went so, and was granted again, is no longer ours.
+                if page not in self.pins and self.keys[page] is key and self.index.get(key) != page:
+                    self._forget_key(page)
+                    freed.append(page)
+            if not index and not heap:
+                self._stale.pop()
         self._move_all(freed, _SEALED, PageEvent.EVICT)
-        self._free.extend(reversed(freed))
+        self._free.extend(freed)
         return freed
 
     # -- use and eviction order ------------------------------------------------------------------
@@ -264,8 +287,8 @@ class PageTable:
             entry = heapq.heappop(heap)
             page = entry & _PAGE_MASK
             queued[page] = 0
-            if not self._evictable(page):
-                continue
+            if not self._evictable(page) or self.index.get(self.keys[page] or b"") != page:
+                continue  # in use again, or cleared
             if entry >> _PAGE_BITS == self._used[page]:
                 return page
             self._queue(page)
@@ -395,6 +418,6 @@ class PageTable:
         found += [
             f"evictable page {page} is not queued"
             for page in range(self.pages)
-            if self._evictable(page) and not self._queued[page]
+            if self._evictable(page) and self.index.get(self.keys[page] or b"") == page and not self._queued[page]
         ]
         return found
