@@ -299,6 +299,7 @@ class Loop:
                 with contextlib.suppress(OSError), Dial(self.stage.worker_path(actor.engine, actor.rank)) as peer:
                     peer.send(("stop",))
         self._wait(lambda: not any(a.pid for a in self.actors if a.role == "worker"), "the workers end")
+        self._wait(lambda: (self.status() or {}).get("sessions") == [], "every session is over")
         if self.daemon.pid:
             os.kill(self.daemon.pid, signal.SIGTERM)
         self._wait(lambda: not self.daemon.pid, "the daemon ends")

@@ -90,7 +90,7 @@ class Worker:
                 rows[at] = self._content(key, plane, rows.shape[1])
         self.mirror.store(lease, pairs).wait(PATIENCE_S)
         self.stage.count(**{"pages stored": len(pairs)})
-        chance = self.random.random()
+        chance = 1.0 if os.path.exists(self.stage.calm_path) else self.random.random()
         if chance < 0.01:
             self._die_with_ghost(peer, lambda: self._haunt(lease.pages))
         elif chance < 0.03:
@@ -123,7 +123,7 @@ class Worker:
         for at, (page, key) in enumerate(wanted):
             self._verify(key, page, [rows[at] for rows in self.device], "was loaded")
         self.stage.count(**{"pages verified": len(wanted)})
-        if self.random.random() < 0.01:
+        if self.random.random() < 0.01 and not os.path.exists(self.stage.calm_path):
             self._die_with_ghost(peer, lambda: self._watch(wanted))
         return len(wanted)
 
@@ -146,8 +146,6 @@ class Worker:
     # -- ghosts ----------------------------------------------------------------------------------
 
     def _die_with_ghost(self, peer: Connection[Any, Any], work: Callable[[], None]) -> None:
-        if os.path.exists(self.stage.calm_path):
-            return
         self._fork(peer, work, closes=self.random.random() < 0.5)
         self.stage.count(ghosts=1)
         os.kill(os.getpid(), signal.SIGKILL)

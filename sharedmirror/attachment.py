@@ -69,7 +69,10 @@ def open_channel(socket: str | None, on_push: Callable[[dict[str, Any]], None]) 
 
 
 class Attachment:
-    """Attached regions, ready for views: ``regions[i].bytes`` and ``placements[plane]``."""
+    """Attached regions, ready for views: ``regions[i].bytes`` and ``placements[plane]``.
+
+    ``order`` names the plane that each entry of the request's ``planes`` is.
+    """
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Attachment:
         socket: str | None,
         on_push: Callable[[dict[str, Any]], None],
         request: dict[str, Any],
+        order: Sequence[int],
         device: torch.device,
     ) -> None:
         if device.type == "cuda":
@@ -91,7 +95,10 @@ class Attachment:
             raise
         self._farewell = _Farewell(self.channel)
         try:
-            self.pool, self.num_host_pages, self.placements = _read(reply)
+            self.pool, self.num_host_pages, announced = _read(reply)
+            if sorted(order) != list(range(len(announced))):
+                raise ProtocolError(f"the daemon placed {len(announced)} planes; this rank announced {len(order)}")
+            self.placements = [announced[order.index(plane)] for plane in range(len(order))]
             self.before = reply
             """The attach reply: it also tells which leases and hits from before are not for this rank."""
             self.region_ids = [int(region["id"]) for region in reply["regions"]]

@@ -43,6 +43,7 @@ __all__ = ["Progress", "SharedHostMirror", "flat_bytes_per_host_page"]
 
 ATTACH_WAIT_S = 30.0
 """How long attach waits for the engine's other ranks, or for the proof of a forerunner's death."""
+_PART_STAGING_BYTES = 8 << 20
 _ANSWER_AGAIN_S = 2e-3
 
 _log = logging.getLogger("sharedmirror")
@@ -108,14 +109,16 @@ class SharedHostMirror:
         self.row_spans = self._pool.layout.row_spans
         self.num_k_tensors = self._pool.num_k_tensors
         self.frames_per_page = frames_per_page
+        # Announced, and so placed, layer by layer: what a layer's fence covers is one stretch of a page.
+        planes, (order, _) = self._pool.layout.to_planes(rank, world_size), self._pool.copy_order()
         request = {
             "pool": name, "tag": tag, "engine": engine, "launch": os.environ.get("SHAREDMIRROR_LAUNCH_ID"),
             "role": "worker", "rank": rank, "world_size": world_size, "page_size": self.page_size,
             "frames_per_page": frames_per_page, "kind": self._kind.value, "layout": self._layout.value,
             "num_host_pages": num_host_pages, "wait_s": ATTACH_WAIT_S,
-            "planes": [plane.to_wire() for plane in self._pool.layout.to_planes(rank, world_size)],
+            "planes": [planes[index].to_wire() for index in order],
         }  # fmt: skip
-        self._attachment = Attachment(_open, socket, self._on_push, request, self._pool.device)
+        self._attachment = Attachment(_open, socket, self._on_push, request, order, self._pool.device)
         try:
             self._take_place()
         except BaseException as error:
@@ -164,7 +167,7 @@ class SharedHostMirror:
         for region, ranks in enumerate(place.sharers):
             planes = [plane for plane, at in enumerate(place.placements) if at.region == region]
             picked = subset(geometry, planes)
-            engine = whole if len(planes) == len(geometry.planes) else _make_engine(picked)
+            engine = whole if len(planes) == len(geometry.planes) else _make_engine(picked, _PART_STAGING_BYTES)
             turn = ranks.index(self._rank)
             parts.append(Part(place.region_ids[region], picked.planes, engine, len(ranks), turn))
         return SharedStoreEngine(whole, parts, self.frames_per_page), tuple(parts)
@@ -399,12 +402,17 @@ def _submit(
     return transfer
 
 
-def _make_engine(geometry: Geometry) -> CopyEngine:
-    if geometry.device.type == "cuda":
+def _make_engine(geometry: Geometry, staging_bytes: int | None = None) -> CopyEngine:
+    if geometry.device.type != "cuda":
+        return CpuEngine(geometry)
+    try:
+        from sharedmirror.copies.staged import SLOT_BYTES, StagedEngine
+    except (ImportError, OSError) as error:
+        _log.warning("event=slow_copies reason=%r remedy='install triton and cuda-bindings'", str(error))
         from sharedmirror.copies.cuda import CudaEngine
 
         return CudaEngine(geometry)
-    return CpuEngine(geometry)
+    return StagedEngine(geometry, slot_bytes=staging_bytes or SLOT_BYTES)
 
 
 def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:

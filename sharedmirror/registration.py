@@ -33,7 +33,7 @@ from sharedmirror.errors import MemoryFault
 
 __all__ = ["CHUNK_BYTES", "HostRegistration", "refuse_mps"]
 
-CHUNK_BYTES = 1 << 30
+CHUNK_BYTES = 2 << 30
 """One registration. Longer ones stall kernel launches of other processes for longer; see BENCHMARKS.md."""
 _PIECE_BYTES = 32 << 20
 _MAX_THREADS = 16

@@ -276,9 +276,9 @@ def _tile_tables(addresses: Addresses, records: Ids, places: list[tuple[int, int
         rows[:, 5], rows[:, 6], rows[:, 7] = np.minimum(tile, size - at), host + at, host_stride
         kinds.setdefault((word, tile), []).append(rows)
     tables = []
-    for (word, tile), rows in kinds.items():
+    for (word, tile), fields in kinds.items():
         at_once = max(1, _TILE_WORDS * min(word, _WORD_BYTES) // tile)
-        tables.append(TileTable(word, tile, min(_MOST_ROWS, at_once), np.concatenate(rows)))
+        tables.append(TileTable(word, tile, min(_MOST_ROWS, at_once), np.concatenate(fields)))
     return tuple(tables)
 
 

@@ -100,10 +100,13 @@ class Model:
     def bytes_of(tensor: torch.Tensor) -> Any:
         return tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
 
+    def places(self) -> list[Any]:
+        """Return the daemon's placements in plane order; they were announced layer by layer."""
+        order, _ = self.pool.copy_order()
+        return [self.daemon.reply["planes"][order.index(plane)] for plane in range(len(order))]
+
     def copy(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
-        for spec, device, (_, base, stride) in zip(
-            self.pool.layout.planes, self.device, self.daemon.reply["planes"], strict=True
-        ):
+        for spec, device, (_, base, stride) in zip(self.pool.layout.planes, self.device, self.places(), strict=True):
             size = spec.slice_bytes
             for page, frame in pairs:
                 at = base + frame * stride
@@ -183,8 +186,10 @@ def test_request_and_defaults(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatc
         "page_size": 4, "frames_per_page": 2, "kind": "static", "layout": "slab", "num_host_pages": None,
         "wait_s": 30.0,
     }  # fmt: skip
+    names = [plane[0] for plane in planes]
+    assert names.index("v0") == names.index("k0") + 1, "announced layer by layer"
     assert planes[0] == ["k0", 1, 2, 120, 4]
-    assert planes[-1] == ["ssm0", 1, 2, 16, 1]
+    assert ["ssm0", 1, 2, 16, 1] in planes
     assert [op for op, _ in daemon.calls] == ["attach", "detach"]
     assert daemon.said("detach") == [{"unmapped": True}]
     assert daemon.channels[0].closed
@@ -249,7 +254,7 @@ def test_mps_is_refused_before_attach(daemon: FakeDaemon, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(attachment, "refuse_mps", refuse)
     with pytest.raises(MemoryFault, match="MPS"):
-        attachment.Attachment(daemon.open, None, lambda body: None, {}, torch.device("cuda", 0))
+        attachment.Attachment(daemon.open, None, lambda body: None, {}, (), torch.device("cuda", 0))
     assert daemon.channels == []
 
 

@@ -95,9 +95,7 @@ def found_keys(life: Comeback, processes: Processes, pages: int = 9) -> int:
 # --- another boot, damage, --reset
 
 
-def test_memory_of_another_boot_is_discarded(
-    start: Starter, processes: Processes, shm: Callable[[], set[str]]
-) -> None:
+def test_memory_of_another_boot_is_discarded(start: Starter, processes: Processes, shm: Callable[[], set[str]]) -> None:
     life = Comeback(start)
     name = leave_keys(life, processes)
     with opened(name) as store:

@@ -52,6 +52,28 @@ def cached_chains(driver: DurableDriver) -> None:
 
 
 @story
+def keys_evicted_for_a_lease_that_is_open(driver: DurableDriver) -> None:
+    """The slots of these pages still name the keys: the lease's record counts for more."""
+    engine = driver.engine("e", num_host_pages=6)
+    engine.cache(b"a", b"b", b"c")
+    lease = engine.lease(4)
+    assert set(lease["evicted"]) == {b"b", b"c"}
+    engine.commit(lease["lease"], lease["pages"][:1])
+
+
+@story
+def evicted_keys_that_are_cached_again(driver: DurableDriver) -> None:
+    engine = driver.engine("e", num_host_pages=6)
+    engine.cache(b"a", b"b", b"c")
+    lease = engine.lease(4)
+    driver.ask(engine.scheduler, "abort", lease=lease["lease"], pages=lease["pages"][:3])
+    for rank in (0, 1):
+        engine.drained(rank, pages=[[lease["lease"], lease["pages"][:3]]])
+    engine.cache(b"b", b"c")
+    assert {b"b", b"c"} <= {slot.key for slot in driver.store.slots(driver.pool().id) if slot is not None}
+
+
+@story
 def leases_half_way(driver: DurableDriver) -> None:
     engine = driver.engine("e", num_host_pages=20)
     half = engine.lease(4)

@@ -16,7 +16,7 @@ from sharedmirror.types import KeyState, Role
 from tests.daemon.comeback import POOL, Comeback, engine, go_on, held_back, keys_of, publish, stop
 
 if TYPE_CHECKING:
-    from tests.conftest import Processes, Starter, Worker
+    from tests.conftest import Processes, Starter
 
 Until = Callable[..., Any]
 
@@ -177,9 +177,7 @@ def test_what_a_resuming_scheduler_does_not_name_is_revoked(
         assert client.seal(kept, keys_of(1, 2, 3)).sealed == kept.pages
 
 
-def test_evidence_of_a_rank_that_was_gone_before_the_restart_still_counts(
-    start: Starter, processes: Processes
-) -> None:
+def test_evidence_of_a_rank_that_was_gone_before_the_restart_still_counts(start: Starter, processes: Processes) -> None:
     """One rank died and is forgotten, the other has not drained: it alone is waited for, also after a restart."""
     life = Comeback(start)
     dead, slow = processes.engine(life.socket, 2, num_host_pages=9)
@@ -195,9 +193,7 @@ def test_evidence_of_a_rank_that_was_gone_before_the_restart_still_counts(
         life.daemon.wait_pages(POOL, leased=0, quarantined=0, free=8)
 
 
-def test_evidence_of_a_rank_that_detached_before_the_restart_still_counts(
-    start: Starter, processes: Processes
-) -> None:
+def test_evidence_of_a_rank_that_detached_before_the_restart_still_counts(start: Starter, processes: Processes) -> None:
     life = Comeback(start)
     left, slow = processes.engine(life.socket, 2, num_host_pages=9)
     with connect(life.socket) as client:
@@ -375,11 +371,10 @@ def test_a_call_that_waits_while_the_daemon_dies_is_answered_after(start: Starte
 def test_sessions_have_numbers_of_their_own_over_restarts(start: Starter, processes: Processes) -> None:
     life = Comeback(start)
     seen: set[int] = set()
-    workers: list[Worker] = []
     for number in range(3):
-        workers += engine(processes, life, world_size=1, engine=str(number), pages=9)
-        assert workers[-1].hello["session"] not in seen
-        seen.add(workers[-1].hello["session"])
+        (worker,) = engine(processes, life, world_size=1, engine=str(number), pages=9)
+        assert worker.hello["session"] not in seen
+        seen.add(worker.hello["session"])
         life.restart()
     life.wait_attached(3)
     leases = set()

@@ -205,9 +205,7 @@ def test_a_death_while_the_journal_turns_or_grows(start: Starter, processes: Pro
         assert workers[0].commit(held[7])["sealed"] == list(held[7].pages)
 
 
-def test_records_that_cannot_be_saved_hold_answers_back_and_are_an_alarm(
-    start: Starter, processes: Processes
-) -> None:
+def test_records_that_cannot_be_saved_hold_answers_back_and_are_an_alarm(start: Starter, processes: Processes) -> None:
     life = Comeback(start)
     workers = engine(processes, life, pages=17)
     with connect(life.socket, timeout_s=20) as client:
