@@ -24,6 +24,7 @@ from sharedmirror.control import Hit
 from sharedmirror.errors import RankAttached, SharedMirrorError, StaleLease
 from sharedmirror.layout import PlaneSpec, PoolLayout
 from sharedmirror.mirror import SharedHostMirror
+from sharedmirror.transfers import Ledger
 from sharedmirror.types import Lease
 
 PLANES = [PlaneSpec(f"plane{number}", 64, PAGE_ROWS) for number in range(4)]
@@ -92,6 +93,7 @@ class Worker:
         self.stage.count(**{"pages stored": len(pairs)})
         chance = 1.0 if os.path.exists(self.stage.calm_path) else self.random.random()
         if chance < 0.01:
+            self._ledger().begin_store(lease, lease.pages)
             self._die_with_ghost(peer, lambda: self._haunt(lease.pages))
         elif chance < 0.03:
             self._fork(peer, lambda: time.sleep(self.random.uniform(0.5, 2.0)), closes=self.random.random() < 0.5)
@@ -124,6 +126,7 @@ class Worker:
             self._verify(key, page, [rows[at] for rows in self.device], "was loaded")
         self.stage.count(**{"pages verified": len(wanted)})
         if self.random.random() < 0.01 and not os.path.exists(self.stage.calm_path):
+            self._ledger().begin_load(hit, [page for page, _ in wanted])
             self._die_with_ghost(peer, lambda: self._watch(wanted))
         return len(wanted)
 
@@ -144,6 +147,13 @@ class Worker:
         return True
 
     # -- ghosts ----------------------------------------------------------------------------------
+
+    def _ledger(self) -> Ledger:
+        """What a ghost does is a copy that was begun and never ends: the ledger must know, or it says drained."""
+        ledger = self.mirror._ledger
+        if ledger is None:
+            raise RuntimeError("a leased pool has a ledger")
+        return ledger
 
     def _die_with_ghost(self, peer: Connection[Any, Any], work: Callable[[], None]) -> None:
         self._fork(peer, work, closes=self.random.random() < 0.5)

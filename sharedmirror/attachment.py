@@ -136,6 +136,11 @@ class Attachment:
             end = self.regions[place.region].address + place.base + last_frame * place.stride + size
             self.registrations[place.region].require(end)
 
+    def begin_registering(self) -> None:
+        """Register in the background what is not yet; the engine's own work with the driver comes first."""
+        for registration in self.registrations:
+            registration.begin()
+
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Let copies be submitted before the next chunk is registered; ``require`` comes first."""

@@ -152,6 +152,7 @@ class SharedHostMirror:
             early, self._early = self._early or [], None
         for body in early:
             self._on_push(body)
+        place.begin_registering()
         place.channel.listen(self._answer)
         if early:
             self._answer()

@@ -2,8 +2,9 @@
 
 What it keeps:
 
-- the first chunk is registered when the constructor returns, the others follow in order in a thread;
-  ``require`` waits for what a copy needs, so attaching to any size takes as long as one chunk;
+- the first chunk is registered when the constructor returns; after ``begin`` the others follow in
+  order in a thread, and ``require`` waits for what a copy needs: so attaching to any size takes as long
+  as one chunk;
 - the next chunk is prefaulted, in threads, while the driver registers this one: the driver would fault
   its pages one after the other, which takes longer;
 - chunks are short, because the driver holds locks that other processes on the device need;
@@ -33,7 +34,7 @@ from sharedmirror.errors import MemoryFault
 
 __all__ = ["CHUNK_BYTES", "HostRegistration", "refuse_mps"]
 
-CHUNK_BYTES = 2 << 30
+CHUNK_BYTES = 1 << 30
 """One registration. Longer ones stall kernel launches of other processes for longer; see BENCHMARKS.md."""
 _PIECE_BYTES = 32 << 20
 _MAX_THREADS = 16
@@ -78,19 +79,22 @@ class HostRegistration:
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self.edges = tuple(range(address + chunk_bytes, self._end, chunk_bytes))
         starts = (address, *self.edges)
-        chunks = [(start, min(chunk_bytes, self._end - start)) for start in starts]
+        first, *self._rest = [(start, min(chunk_bytes, self._end - start)) for start in starts]
         try:
-            self._run(chunks[:1])
+            self._run([first])
             if self._fault is not None:
                 raise self._fault
-            if chunks[1:]:
-                self._thread = threading.Thread(
-                    target=self._run, args=(chunks[1:],), name="sharedmirror-register", daemon=True
-                )
-                self._thread.start()
         except BaseException:
             self.close()
             raise
+
+    def begin(self) -> None:
+        """Go on in the background; not before other work that needs the driver and must not wait is done."""
+        if self._rest and self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, args=(self._rest,), name="sharedmirror-register", daemon=True
+            )
+            self._thread.start()
 
     def _run(self, chunks: list[tuple[int, int]]) -> None:
         begin = time.monotonic()

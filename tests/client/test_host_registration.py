@@ -76,6 +76,7 @@ class FakeDriver:
 def test_registration_in_chunks() -> None:
     driver = FakeDriver()
     registration = HostRegistration(1000, 250, GPU0, chunk_bytes=100, driver=driver)
+    registration.begin()
     registration.require(1250)
     assert registration.complete
     assert driver.registered == {1000: 100, 1100: 100, 1200: 50}
@@ -95,6 +96,7 @@ def test_a_refused_first_chunk_leaves_nothing() -> None:
 def test_a_chunk_refused_later_is_raised_to_who_needs_it() -> None:
     driver = FakeDriver(cuMemHostRegister=3)
     registration = HostRegistration(1000, 250, GPU0, chunk_bytes=100, driver=driver)
+    registration.begin()
     registration.require(1200)
     with pytest.raises(MemoryFault, match="cuMemHostRegister failed with CUDA_ERROR_OUT_OF_MEMORY"):
         registration.require(1201)
@@ -114,6 +116,7 @@ def test_closing_ends_the_wait_of_others() -> None:
 
     driver.cuMemHostRegister = slow  # type: ignore[method-assign]
     registration = HostRegistration(1000, 300, GPU0, chunk_bytes=100, driver=driver)
+    registration.begin()
     assert not registration.complete
     faults: list[MemoryFault] = []
 

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import random
-import secrets
 import select
 import signal
 import subprocess
@@ -25,7 +24,6 @@ if importlib.util.find_spec("vllm") is None:
 HERE = Path(__file__).parent
 PATIENCE_S = 180.0
 BLOCK = 32
-MARK = "SHAREDMIRROR_VLLM_TEST_MARK"
 
 
 class Engine:
@@ -33,12 +31,11 @@ class Engine:
 
     def __init__(self, settings: dict[str, Any], log: Path, environment: dict[str, str]) -> None:
         self._log = log
-        self.mark = secrets.token_hex(8)
         with open(log, "wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "engine_process.py"), json.dumps(settings)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(HERE), MARK: self.mark, **environment},
+                env={**os.environ, "PYTHONPATH": str(HERE), **environment},
             )  # fmt: skip
         self._buffer = b""
 
@@ -84,19 +81,23 @@ class Engine:
         return int(self.metric("external_prefix_cache_hits"))
 
     def processes(self) -> list[int]:
-        """Return the processes of the engine's tree."""
-        wanted, found = f"{MARK}={self.mark}\0".encode(), []
+        """Return the processes of the engine's tree: those of its Unix session."""
+        found = []
         for entry in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                if wanted in Path(f"/proc/{entry}/environ").read_bytes() + b"\0":
+                # Behind the name, which may hold anything: state, parent, group, session.
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid and fields[0] not in "ZX":
                     found.append(int(entry))
         return found
 
     def kill(self) -> None:
         """SIGKILL the whole tree."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while pids := self.processes():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
         self.process.wait(PATIENCE_S)
 
     def stop(self) -> None:
@@ -190,6 +191,9 @@ def engines(start: Any, tmp_path: Path) -> Iterator[Engines]:
         yield engines
     finally:
         engines.finish()
+        for daemon in start.daemons:
+            if daemon.process.poll() is None:
+                daemon.wait_status(lambda status: not status["sessions"], "no session is left")
         # A killed engine leaves vLLM's own names behind.
         for name in set(os.listdir("/dev/shm")) - before:
             if name.startswith(("psm_", "sem.mp-")):

@@ -13,6 +13,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, PromMetric, PromMetricT
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -34,10 +35,8 @@ class SharedMirrorConnector(OffloadingConnector):
     """Named by ``kv_connector`` and ``kv_connector_module_path``; brings its spec along."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        _bring_spec(vllm_config)
         transfer = vllm_config.kv_transfer_config
-        for name, value in _SPEC.items():
-            if transfer.kv_connector_extra_config.setdefault(name, value) != value:
-                raise UsageError(f"{name} must be {value!r} with SharedMirrorConnector, or left out")
         if role is KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
             _log.warning(
                 "event=failure_policy policy=%s: a failed load will end its request with an error; set "
@@ -45,6 +44,18 @@ class SharedMirrorConnector(OffloadingConnector):
             )  # fmt: skip
         with announcing(vllm_config):
             super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Return what exports the metrics; vLLM asks in a process in which no connector was made."""
+        _bring_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Set this rank's side up."""
@@ -82,3 +93,10 @@ class SharedMirrorConnector(OffloadingConnector):
         if not isinstance(manager, SharedMirrorManager):
             raise UsageError("SharedMirrorConnector works with SharedMirrorOffloadingSpec only")
         return manager
+
+
+def _bring_spec(vllm_config: VllmConfig) -> None:
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    for name, value in _SPEC.items():
+        if extra.setdefault(name, value) != value:
+            raise UsageError(f"{name} must be {value!r} with SharedMirrorConnector, or left out")
