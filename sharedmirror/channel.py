@@ -69,6 +69,8 @@ class Channel:
         self.late_answers: list[dict[str, Any]] = []
         """Answers to calls that had timed out; whoever uses the channel decides what becomes of them."""
         self.held: Held | None = None
+        self.on_answer: Callable[[dict[str, Any]], None] | None = None
+        """Told of each answer before anything else may happen on the channel, a resume above all."""
         self._role = role
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._protocol = ClientProtocol(role, __version__)
@@ -274,7 +276,10 @@ class Channel:
                 number, data = self._protocol.request(op, arguments, number)
                 self._send(data, [])
                 self._read_until(number, deadline)
-                return self._answer.result()
+                body = self._answer.result()
+                if self.on_answer is not None:
+                    self.on_answer(body)
+                return body
             except _Lost:
                 if self._role is Role.OBSERVER or time.monotonic() >= deadline:
                     raise

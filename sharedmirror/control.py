@@ -126,6 +126,7 @@ class Client:
         self._leases: set[int] = set()
         self._hits: set[int] = set()
         channel.held = lambda: (sorted(self._leases), sorted(self._hits))
+        channel.on_answer = self._note
         channel.listen()
 
     @property
@@ -140,6 +141,15 @@ class Client:
         while self._channel.late_answers:
             self._give_back(self._channel.late_answers.pop())
         return self._channel.call(op, **arguments)
+
+    def _note(self, body: dict[str, Any]) -> None:
+        """Keep what an answer gave, for a resume: what it does not name is given up."""
+        if body.get("hit"):
+            self._hits.add(body["hit"])
+        if body.get("lease"):
+            self._leases.add(body["lease"])
+            if len(self._leases) > _PRUNE_AT:
+                self._leases = {number for number in self._leases if number >= body["lease_floor"]}
 
     def _give_back(self, body: dict[str, Any]) -> None:
         """Nobody got the answer to a call that timed out: what it took is given up."""
@@ -162,9 +172,6 @@ class Client:
     def _lease(self, body: dict[str, Any], keys: tuple[bytes, ...] | None) -> Lease:
         pages: tuple[PageId, ...] = tuple(body["pages"])
         generations: tuple[Generation, ...] = tuple(body["generations"])
-        self._leases.add(body["lease"])
-        if len(self._leases) > _PRUNE_AT:
-            self._leases = {number for number in self._leases if number >= body["lease_floor"]}
         return Lease(LeaseId(body["lease"]), self.pool, pages, generations, keys)
 
     def reserve(self, keys: Sequence[bytes], parent: bytes | None = None, *, wait_s: float = 0) -> Reservation:
@@ -200,8 +207,6 @@ class Client:
         """
         body = self._call("lookup", keys=_keys(keys), mode=mode, wait_s=_wait(wait_s))
         pages: tuple[PageId, ...] = tuple(body["pages"])
-        if body["hit"]:
-            self._hits.add(body["hit"])
         return Hit(HitId(body["hit"]), self.pool, pages, _states(body), self)
 
     def contains(self, keys: Sequence[bytes]) -> tuple[KeyState, ...]:

@@ -199,6 +199,8 @@ class Ledger:
         self._revoked: set[int] = set()
         self._revoked_pages: dict[int, set[int]] = {}
         self._released: set[int] = set()
+        self._hits_before: set[int] = set()
+        """Hits from before this rank came that were open then; the floor told at attach is above them."""
         self._lease_floor = self._hit_floor = 0
         self._owed_leases: set[int] = set()
         self._owed_hits: set[int] = set()
@@ -210,6 +212,7 @@ class Ledger:
         with self._lock:
             self._revoked.update(reply.get("revoked", ()))
             self._released.update(reply.get("released", ()))
+            self._hits_before.update(reply.get("hits", ()))
             self._lease_floor = int(reply.get("lease_floor", 0))
             self._hit_floor = int(reply.get("hit_floor", 0))
 
@@ -240,7 +243,8 @@ class Ledger:
         wanted = frozenset(pages)
         with self._lock:
             self._same_pool("hit", hit.id, hit.pool)
-            if hit.id in self._released or (hit.id < self._hit_floor and hit.id not in self._hits):
+            known_open = hit.id in self._hits or hit.id in self._hits_before
+            if hit.id in self._released or (hit.id < self._hit_floor and not known_open):
                 raise StaleLease(f"hit {hit.id} was released; look the keys up again", hit=hit.id)
             record = self._hits.get(hit.id)
             known = frozenset(page for page in hit.pages if page >= 0) if record is None else record.pages
@@ -420,6 +424,7 @@ class Ledger:
     def _on_released(self, hits: Iterable[int], floor: int) -> None:
         for hit in hits:
             self._released.add(hit)
+            self._hits_before.discard(hit)
             self._owed_hits.add(hit)
         if floor > self._hit_floor:
             self._hit_floor = floor

@@ -426,7 +426,8 @@ def _welcome(state: State, pool: Pool, session: Session, rank: int) -> dict[str,
         "planes": [[order[region], base, stride] for region, base, stride in places],
         # Leases of before were granted without this process as a writer, and hits being released may lose their pages.
         "revoked": revoked,
-        "lease_floor": min(revoked, default=state.next_id),
+        "lease_floor": state.next_id,
         "released": [hit.id for hit in state.hits.values() if hit.released],
-        "hit_floor": next(iter(state.hits), state.next_id),
+        "hits": [hit.id for hit in state.hits.values() if hit.pool == pool.id and not hit.released],
+        "hit_floor": state.next_id,
     }

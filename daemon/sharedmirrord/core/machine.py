@@ -275,7 +275,8 @@ def _expire(state: State, now: float, out: Effects) -> None:
     for waiter in late:
         # Once more, with no time left: the answer is what there is now.
         waiter.arguments = {**waiter.arguments, "wait_s": 0}
-        _try(state, state.sessions[waiter.session], waiter, now, out)
+        if not _try(state, state.sessions[waiter.session], waiter, now, out):
+            state.waiters.append(waiter)
 
 
 def _retry(state: State, now: float, out: Effects) -> None:

@@ -148,7 +148,7 @@ class PageTable:
         """Return a page and all that it hangs on: a link to one of these would close a circle."""
         found = set()
         at: int | None = page
-        while at is not None:
+        while at is not None and at not in found:
             found.add(at)
             at = self._parent(at)
         return found

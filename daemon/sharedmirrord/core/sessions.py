@@ -38,6 +38,8 @@ def resume(
     if session.last_reply is not None and session.last_request == retry:
         held_leases = [*held_leases, session.last_reply.get("lease", 0)]
         held_hits = [*held_hits, session.last_reply.get("hit", 0)]
+    # The newest connection wins; what waited on the older one is repeated on this one.
+    state.waiters = [waiter for waiter in state.waiters if waiter.session != session.id]
     session.connected = True
     if session.state is SessionState.LOST:
         session.state = SessionState.ATTACHED

@@ -40,6 +40,7 @@ _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _FORM_WAIT_S = 1.0
 """How long one try waits for the ranks to create the pool; short, so that shutdown need not wait long."""
+_FORGET_S = 0.05
 _SETTLE_S = 20.0
 """A lease whose stores vLLM reported complete should be committed by then; what is not, is given up."""
 
@@ -109,6 +110,25 @@ class PoolLink:
         """Lease pages for the keys that are not there; None where there are no pages, or no answer in time."""
         return self._try(lambda c: Granted(c.instance, c.client.reserve(keys, parent)))
 
+    def forget(self, held: Sequence[Held], keys: Sequence[bytes]) -> None:
+        """Let hits go and evict keys found in them that turned out bad.
+
+        Waits a moment for the ranks to let go too: what is computed next is then stored in their place.
+        """
+        self.release(held)
+        self._try(lambda c: self._forget(c, held, keys))
+
+    def _forget(self, connection: _Connection, held: Sequence[Held], keys: Sequence[bytes]) -> None:
+        if any(each.instance != connection.instance for each in held):
+            return  # with the instance its keys went too
+        client = connection.client
+        client.release([dataclasses.replace(each.hit) for each in held])
+        until = time.monotonic() + _FORGET_S
+        while (left := client.evict(keys).pinned) and time.monotonic() < until:
+            time.sleep(_FORGET_S / 50)
+        if left:  # another engine is reading them
+            self._send(connection.instance, lambda client: client.evict(left))
+
     def clear(self) -> None:
         """Forget every key of the pool: now, or before the link is used again."""
         self._clear_owed = True
@@ -145,10 +165,6 @@ class PoolLink:
             hits = [each.hit for each in held if each.instance == instance]
             # Copies, because a hit that was tried to be released can't be tried again.
             self._send(instance, lambda client, hits=hits: client.release([dataclasses.replace(hit) for hit in hits]))
-
-    def evict(self, instance: str, keys: Sequence[bytes]) -> None:
-        """Forget keys, after the releases that were asked for before."""
-        self._send(instance, lambda client: client.evict(keys))
 
     def abort(self, instance: str, lease: Lease) -> None:
         """Give a lease up."""

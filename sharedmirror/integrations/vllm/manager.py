@@ -189,10 +189,14 @@ class SharedMirrorManager(OffloadingManager):
         if state is None:
             return
         loaded, state.loading = state.loading, ()
-        bad = [(key, *state.held[key]) for key in loaded if key in state.held] if state.no_loads else []
-        self._release(state.let_go())
-        for key, held, _ in bad:
-            self._links[self._group_of[key[-4:]]].evict(held.instance, [key])
+        bad = [key for key in loaded if key in state.held] if state.no_loads else []
+        hits = state.let_go()
+        for at, (suffix, _) in enumerate(self._groups):
+            keys = [key for key in bad if key.endswith(suffix)]
+            if keys:
+                self._links[at].forget(hits[at], keys)
+                hits[at] = []
+        self._release(hits)
         if state.finished:
             del self._requests[req_context.req_id]
 
