@@ -7,6 +7,7 @@ round trip over a bare Unix socket for calls. Figures are medians.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import platform
 import signal
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import torch
 from sharedmirror import PlaneSpec, PoolLayout, SharedHostMirror, connect
 from sharedmirror.adapter import DevicePool
 from sharedmirror.channel import Channel
+from sharedmirror.control import Client
 from sharedmirror.types import Role
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -170,11 +172,8 @@ def bare_round_trip() -> float:
 
 def _worker(path: str, rank: int, ready: threading.Barrier, box: list[Channel | None]) -> None:
     channel = Channel.open(path, role=Role.WORKER)
-    planes = [["k", rank, 2, 4096, 16]]
-    channel.call(
-        "attach", pool="control", tag="", engine="0", launch=None, rank=rank, world_size=2, page_size=16, layout="page",
-        kind="leased", num_host_pages=10_000, frames_per_page=1, planes=planes, wait_s=10,
-    )  # fmt: skip
+    planes: list[list[object]] = [["k", rank, 2, 4096, 16]]
+    channel.call("attach", **_attach("control", rank, 2, 10_000, planes))
     box[rank] = channel
     ready.wait()
 
@@ -213,15 +212,96 @@ def control() -> None:
     )
 
 
-def _cycle(client: object, workers: list[Channel]) -> None:
+# -- control under load ---------------------------------------------------------------------------
+
+CHAIN = 256
+MANY = CHAIN * 40 * 98
+
+
+def _disturb(path: str, stop: float) -> None:
+    """Ask for status, clear another pool and attach, over and over, in a process of its own."""
+    plane = [["k", 0, 1, 16, 16]]
+    while time.monotonic() < stop:
+        with Channel.open(path, role=Role.WORKER) as worker:
+            worker.call("attach", **_attach("other", 0, 1, 20_001, plane))
+            with connect(path, name="other") as client:
+                for _ in range(20):
+                    _fill(client, [worker], [os.urandom(32) for _ in range(CHAIN)])
+                client.status()
+                client.clear()
+                client.status()
+            worker.call("detach", unmapped=True)
+
+
+def _attach(name: str, rank: int, world: int, pages: int, planes: list[list[object]]) -> dict[str, object]:
+    return {
+        "pool": name, "tag": "", "engine": "0", "launch": None, "rank": rank, "world_size": world, "page_size": 16,
+        "layout": "page", "kind": "leased", "num_host_pages": pages, "frames_per_page": 1, "planes": planes,
+        "wait_s": 10,
+    }  # fmt: skip
+
+
+def load() -> None:
+    with daemon("128MiB", "--pin", "none") as served, ExitStack() as stack:
+        worker = stack.enter_context(Channel.open(served.socket, role=Role.WORKER))
+        worker.call("attach", **_attach("many", 0, 1, MANY + 1, [["k", 0, 1, 16, 16]]))
+        clients = [stack.enter_context(connect(served.socket, name="many")) for _ in range(31)]
+        keys: list[bytes] = []
+        while len(keys) < MANY:
+            keys += (fresh := [os.urandom(32) for _ in range(40 * CHAIN)])
+            lease = clients[0].lease(len(fresh))
+            worker.call("commit", lease=lease.id)
+            for at in range(0, len(fresh), CHAIN):
+                clients[0].seal(lease, fresh[at : at + CHAIN], pages=lease.pages[at : at + CHAIN])
+        resident = _resident_mib(served.process.pid) + _shared_mib(served.process.pid)
+        idle = _lookups(clients, keys, worker)
+        begin = time.monotonic()
+        busy = multiprocessing.get_context("spawn").Process(target=_disturb, args=(served.socket, begin + 20))
+        busy.start()
+        time.sleep(2)
+        loaded = _lookups(clients, keys, worker)
+        busy.join()
+        worker.call("detach", unmapped=True)
+    rows = []
+    for what, times in (("idle", idle), ("with status, clear and attach under way", loaded)):
+        times.sort()
+        p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
+        rows.append([what, f"{p50 * 1e6:.0f} us", f"{p99 * 1e3:.2f} ms", f"{times[-1] * 1e3:.1f} ms"])
+    rows.append(["to reach", "400 us", "2 ms", "10 ms"])
+    table(f"Lookup of 256 keys, {MANY:,} sealed pages, 32 sessions", ["", "p50", "p99", "worst"], rows)
+    each = resident * MIB / MANY
+    print(f"\nThe daemon then has {resident:.0f} MiB resident besides the arena: {each:.0f} bytes a page.")
+
+
+def _lookups(clients: list[Client], keys: list[bytes], worker: Channel) -> list[float]:
+    times = []
+    for count in range(3000):
+        start = count * 277 % (len(keys) // CHAIN) * CHAIN
+        wanted = keys[start : start + CHAIN]
+        begin = time.perf_counter()
+        hit = clients[count % len(clients)].lookup(wanted)
+        times.append(time.perf_counter() - begin)
+        hit.release()
+        worker.call("drained", leases=[], hits=[hit.id])
+        time.sleep(0.001)
+    return times
+
+
+def _shared_mib(pid: int) -> float:
+    """The record segment: shared memory that is not the arena."""
+    fields = Path(f"/proc/{pid}/smaps").read_text().split("-records")
+    return sum(int(part.split("Rss:")[1].split()[0]) for part in fields[1:]) / 1024
+
+
+def _cycle(client: Client, workers: list[Channel]) -> None:
     _fill(client, workers, [os.urandom(32) for _ in range(256)])
 
 
-def _fill(client: object, workers: list[Channel], keys: list[bytes]) -> None:
-    lease = client.lease(len(keys))  # type: ignore[attr-defined]
+def _fill(client: Client, workers: list[Channel], keys: list[bytes]) -> None:
+    lease = client.lease(len(keys))
     for channel in workers:
         channel.call("commit", lease=lease.id)
-    client.seal(lease, keys)  # type: ignore[attr-defined]
+    client.seal(lease, keys)
 
 
 def _status(path: str) -> None:
@@ -270,6 +350,7 @@ def main() -> None:
     print(f"Python {platform.python_version()}, torch {torch.__version__}")
     copies()
     control()
+    load()
     start()
 
 

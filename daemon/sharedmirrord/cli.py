@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import gc
 import logging
 import os
 import secrets
@@ -175,6 +176,8 @@ def _adopt(stack: contextlib.ExitStack, records_name: str, wanted: memory.Size, 
 
 async def _run(settings: Settings, memory_of: _Memory, listener: object) -> bool:
     """Serve until a signal; returns whether sessions live on."""
+    # A full collection walks every page's key, for longer than a call may take; the core makes no cycles.
+    gc.set_threshold(50_000, 20, 1_000_000)
     server = Server(settings, memory_of.arena, memory_of.store, memory_of.state)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
