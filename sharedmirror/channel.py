@@ -80,6 +80,7 @@ class Channel:
         self._lock = threading.RLock()
         self._closed = False
         self._void: InstanceChanged | None = None
+        self._attached = False
         self._late: set[int] = set()
         self._session_file: mmap.mmap | None = None
         self._session_fd = -1
@@ -128,10 +129,13 @@ class Channel:
 
     def _greet(self) -> None:
         fds = self._shake_hands(None, time.monotonic() + self.timeout_s)
-        greeting = self.greeting
         if self._role is Role.OBSERVER:
             _close_all(fds)
-            return
+        else:
+            self._take_descriptors(fds)
+
+    def _take_descriptors(self, fds: list[int]) -> None:
+        greeting = self.greeting
         if len(fds) != 1 + len(greeting.arenas):
             _close_all(fds)
             raise ProtocolError(f"the daemon passed {len(fds)} descriptors for {len(greeting.arenas)} arenas")
@@ -170,26 +174,50 @@ class Channel:
         if self._role is Role.OBSERVER or self._greeting is None:
             raise DaemonUnavailable(f"the connection to the daemon on {self.path} is lost; connect again")
         pause_s = _BACKOFF_FIRST_S
+        come_back: Callable[[int | None], None] = self._resume
         while True:
             try:
-                self._resume(retry)
+                come_back(retry)
+                if self._wake is not None and threading.current_thread() is not self._listener:
+                    os.write(self._wake[1], b"r")  # the listener waits on the socket before
                 return
             except InstanceChanged as error:
-                self._void = error
-                raise
+                if self._attached:
+                    self._void = error
+                    raise
+                # Nothing was attached, so nothing is lost: a new session is as good.
+                self._protocol.end()
+                come_back = self._begin_again
+                continue
             except (DaemonUnavailable, CallTimeout) as error:
                 self._protocol.end()
-                if time.monotonic() + pause_s >= deadline:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
                     raise DaemonUnavailable(f"the daemon on {self.path} is away: {error.message}") from None
-            time.sleep(pause_s)
+            time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _BACKOFF_LAST_S)
 
-    def _resume(self, retry: int | None) -> None:
-        greeting = self.greeting
+    def _begin_again(self, _retry: int | None) -> None:
+        self._renew_socket()
+        until = time.monotonic() + min(self.timeout_s, _TRY_S)
+        self._connect(until)
+        fds = self._shake_hands(None, until)
+        older, file = [*self.arena_fds, self._session_fd], self._session_file
+        self._greeting = self._protocol.greeting
+        self._take_descriptors(fds)
+        _close_all(older)
+        if file is not None:
+            file.close()
+
+    def _renew_socket(self) -> None:
         self._sock.close()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._protocol = self._protocol.successor()
         self._late.clear()
+
+    def _resume(self, retry: int | None) -> None:
+        greeting = self.greeting
+        self._renew_socket()
         # One try has its own time: the deadline says how long tries go on, and may be now.
         until = time.monotonic() + min(self.timeout_s, _TRY_S)
         self._connect(until)
@@ -277,6 +305,7 @@ class Channel:
                 self._send(data, [])
                 self._read_until(number, deadline)
                 body = self._answer.result()
+                self._attached = self._attached or op == "attach"
                 if self.on_answer is not None:
                     self.on_answer(body)
                 return body
@@ -359,7 +388,7 @@ class Channel:
     def _listen(self) -> None:
         again_s: float | None = None
         pause_s = _BACKOFF_FIRST_S
-        while self._wait(pause_s if self._protocol.phase is Phase.CLOSED else 0 if self._pushed else again_s):
+        while self._wait(0 if self._pushed else again_s, pause_s):
             with self._lock:
                 if self._closed or self._void is not None:
                     return
@@ -380,15 +409,19 @@ class Channel:
                     log.warning("event=answer_failed error=%r", error.message)
                     again_s = 1.0
 
-    def _wait(self, timeout_s: float | None) -> bool:
-        """Wait for something to do; False when the channel closes."""
+    def _wait(self, timeout_s: float | None, pause_s: float) -> bool:
+        """Wait for something to do, at most ``pause_s`` while the daemon is away; False when the channel closes."""
         if self._wake is None or self._closed:
             return False
         poll = select.poll()
         poll.register(self._wake[0], select.POLLIN)
-        if self._protocol.phase is not Phase.CLOSED:
+        # Asked once: a call in another thread may lose the connection, or come back, at any moment.
+        fd = -1 if self._protocol.phase is Phase.CLOSED else self._sock.fileno()
+        if fd < 0:
+            timeout_s = pause_s
+        else:
             # Without pushes to take, answers are no reason to wake up: only the end of the connection is.
-            poll.register(self._sock.fileno(), select.POLLIN if self._on_push else select.POLLRDHUP)
+            poll.register(fd, select.POLLIN if self._on_push else select.POLLRDHUP)
         ready = {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
         if self._wake[0] in ready:
             os.read(self._wake[0], 4096)

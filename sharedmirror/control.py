@@ -52,9 +52,9 @@ class Hit:
 
     def release(self) -> None:
         """Let the pages go, in effect once all loads are complete; may be called again."""
-        client, self._client = self._client, None
-        if client is not None and self.id:
-            client._release([self.id])
+        if self._client is not None and self.id:
+            self._client._release([self.id])
+        self._client = None  # not before: a daemon that was away is asked again
 
     def __len__(self) -> int:
         return sum(state is KeyState.HIT for state in self.states)
@@ -224,9 +224,9 @@ class Client:
     def release(self, hits: Iterable[Hit]) -> None:
         """Release several hits in one round trip."""
         mine = [hit for hit in hits if hit._client is not None]
+        self._release([hit.id for hit in mine if hit.id])
         for hit in mine:
             hit._client = None
-        self._release([hit.id for hit in mine if hit.id])
 
     def _release(self, hits: list[HitId]) -> None:
         self._call("release", hits=hits)

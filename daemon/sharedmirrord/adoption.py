@@ -13,15 +13,16 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from sharedmirror import paths
-from sharedmirror.errors import EnvironmentFault, SharedMirrorError
+from sharedmirror.errors import EnvironmentFault, ProtocolError, SharedMirrorError
 from sharedmirrord import entries, failpoints, lifecycle, memory
 from sharedmirrord.core.model import State
 from sharedmirrord.core.recover import recover
 from sharedmirrord.entries import StoreHeader
+from sharedmirrord.journal import HEADER_BYTES
 from sharedmirrord.records import RecordStore
 from sharedmirrord.segment import Segment
 
@@ -43,6 +44,8 @@ class Leftover:
     records_name: str
     header: StoreHeader | None
     problem: str = ""
+    unfinished: bool = False
+    """Whether its daemon died before it had written the first header: there is nothing in it."""
 
     @property
     def names(self) -> list[str]:
@@ -65,7 +68,10 @@ def leftovers() -> Iterator[Leftover]:
             continue
         try:
             with Segment.open(f"/{entry}") as segment:
-                yield Leftover(segment.name, entries.read_header(segment))
+                try:
+                    yield Leftover(segment.name, entries.read_header(segment))
+                except ProtocolError as error:
+                    yield Leftover(segment.name, None, error.message, _is_unfinished(segment))
         except SharedMirrorError as error:
             yield Leftover(f"/{entry}", None, error.message)
 
@@ -87,6 +93,17 @@ def remove_session_dir(header: StoreHeader) -> None:
         os.rmdir(paths.session_dir(header.socket))
 
 
+def sweep_sessions(header: StoreHeader, known: Collection[int]) -> None:
+    """Remove the files of sessions that have no record and that no process holds: they ended with a daemon."""
+    directory = session_dir(header)
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if name.isdigit() and int(name) not in known and not _locked(path):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+
 def live_sessions(header: StoreHeader) -> list[int]:
     """Return the sessions of an instance whose files are locked: processes that can still map the arena."""
     directory = session_dir(header)
@@ -96,6 +113,54 @@ def live_sessions(header: StoreHeader) -> list[int]:
             int(name) for name in os.listdir(directory) if name.isdigit() and _locked(os.path.join(directory, name))
         ]
     return sorted(live)
+
+
+def _is_unfinished(segment: Segment) -> bool:
+    # Who makes a segment holds it locked until its header is there, and to the end.
+    if any(os.pread(segment.fd, HEADER_BYTES, 0)):
+        return False
+    try:
+        fcntl.flock(segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def remove_unfinished(left: Leftover) -> None:
+    """Unlink records that never got a header; they name no arena, and nobody was ever given anything of them."""
+    with contextlib.suppress(SharedMirrorError), Segment.open(left.records_name) as segment:
+        if _is_unfinished(segment):
+            segment.unlink()
+            log.info("event=removed segments=%s reason=unfinished", left.records_name)
+
+
+def _check_readable(path: str, reset: bool) -> None:
+    """Raise CannotAdopt for records of this socket that cannot be read; its session files tell whose they are."""
+    marks: list[str] = []
+    with contextlib.suppress(OSError):
+        marks = os.listdir(paths.session_dir(path))
+    for left in list(leftovers()):
+        if left.unfinished:
+            remove_unfinished(left)
+        elif left.header is None and left.records_name.removesuffix(_RECORDS_SUFFIX).rpartition("-")[2] in marks:
+            if not reset:
+                raise _cannot_adopt(f"{left.records_name}: {left.problem}")
+            log.warning("event=left_behind segments=%s reason=%r", ",".join(left.names), left.problem)
+
+
+def _cannot_adopt(problem: str) -> CannotAdopt:
+    return CannotAdopt(
+        f"the memory of the daemon before cannot be adopted: {problem}. Nothing was changed; "
+        f"start with --reset to give its cache up and begin anew"
+    )
+
+
+def open_store(segment: Segment) -> RecordStore:
+    """Open an earlier daemon's records; raises CannotAdopt."""
+    try:
+        return RecordStore.open(segment)
+    except ProtocolError as error:
+        raise _cannot_adopt(error.message) from error
 
 
 def remove(left: Leftover) -> None:
@@ -125,6 +190,7 @@ def choose(path: str, *, reset: bool) -> Leftover | None:
 
     What a changed boot or ``reset`` makes void is removed. Raises CannotAdopt when it is not certain.
     """
+    _check_readable(path, reset)
     found = of_socket(path)
     for left in list(found):
         reason = "reset" if reset else _void(left)
@@ -155,10 +221,7 @@ def restore(store: RecordStore) -> State:
     try:
         return recover(store.records(), store.slots, arena_bytes, time.monotonic())
     except SharedMirrorError as error:
-        raise CannotAdopt(
-            f"the memory of the daemon before cannot be adopted: {error.message}. Nothing was changed; "
-            f"start with --reset to give its cache up and begin anew"
-        ) from error
+        raise _cannot_adopt(error.message) from error
 
 
 def _locked(path: str) -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import fcntl
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -95,6 +97,7 @@ def run(
 def _serve(
     size: str, socket: str | None, pin: str, huge_pages: str, uids: frozenset[int], keep: bool, reset: bool
 ) -> None:
+    _raise_file_limit()
     path = paths.check_socket_path(os.path.abspath(socket) if socket else paths.default_socket())
     wanted = memory.parse_size(size)
     with contextlib.ExitStack() as stack:
@@ -125,6 +128,13 @@ def _serve(
             log.info("event=kept reason=%r segments=%s,%s", why, memory_of.arena.name, memory_of.segment.name)
 
 
+def _raise_file_limit() -> None:
+    """Use all descriptors that the hard limit gives: a session takes three, and the soft limit is often 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class _ArenaOptions(TypedDict):
     huge_pages: Literal["auto", "always", "never"]
     pin: Literal["mlock", "cuda", "none"]
@@ -145,6 +155,7 @@ def _create(stack: contextlib.ExitStack, path: str, size_bytes: int, options: _A
     arena_name, records_name = lifecycle.segment_names(instance)
     # The records come first: they name the arena, so that nothing is left that nobody would find again.
     segment = stack.enter_context(Segment.create(records_name, _RECORDS_BYTES))
+    fcntl.flock(segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see adoption: no header yet, but not left behind
     failpoints.reach("create.segment")
     header = StoreHeader(instance, lifecycle.boot_id(), os.getuid(), path, 1, ((arena_name, size_bytes),))
     store = stack.enter_context(RecordStore.create(segment, header))
@@ -157,7 +168,7 @@ def _create(stack: contextlib.ExitStack, path: str, size_bytes: int, options: _A
 
 def _adopt(stack: contextlib.ExitStack, records_name: str, wanted: memory.Size, options: _ArenaOptions) -> _Memory:
     segment = stack.enter_context(Segment.open(records_name))
-    store = stack.enter_context(RecordStore.open(segment))
+    store = stack.enter_context(adoption.open_store(segment))
     state = adoption.restore(store)
     failpoints.reach("adopt.recovered")
     name, size_bytes = store.header.arenas[0]
@@ -170,6 +181,7 @@ def _adopt(stack: contextlib.ExitStack, records_name: str, wanted: memory.Size, 
     failpoints.reach("adopt.arena")
     store.set_epoch(store.header.epoch + 1)
     failpoints.reach("adopt.epoch")
+    adoption.sweep_sessions(store.header, state.sessions)
     log.info("event=adopted instance=%s epoch=%d sessions=%d", records_name, store.header.epoch, len(state.sessions))
     return _Memory(arena, segment, store, state)
 

@@ -42,6 +42,10 @@ def run(
 
 
 def _judge(left: adoption.Leftover, remove: bool) -> str:
+    if left.unfinished:
+        if remove:
+            adoption.remove_unfinished(left)
+        return "removed" if remove else "dead; it was never finished"
     if left.header is None:
         raise adoption.CannotAdopt(left.problem)
     path = left.header.socket

@@ -41,6 +41,8 @@ class LifeWatch:
     connected: bool = True
     ended: bool = False
     """Set where the process was found ended without a pidfd: its pid is free, or another process's."""
+    may_copy: bool = True
+    """Whether it may map the arena. A scheduler does not: to have let go of its file is as good as its end."""
 
     @classmethod
     def create(cls, directory: str, session: int, pidfd: int | None) -> tuple[LifeWatch, int]:
@@ -89,7 +91,7 @@ class LifeWatch:
     def missing(self) -> tuple[str, ...]:
         """Return which evidence of the end is missing; empty is the proof."""
         found = []
-        if not self.process_ended():
+        if self.may_copy and not self.process_ended():
             found.append(PROCESS)
         if self.connected:
             found.append(SOCKET)

@@ -98,7 +98,10 @@ class Server:
             watch = proof.LifeWatch.adopt(
                 self.settings.session_dir, session.id, session.peer.pid, session.peer.start_time
             )
+            watch.may_copy = session.role is Role.WORKER
             self.lives[session.id] = _Life(watch, None)
+            if not watch.may_copy:
+                self._loop.call_soon(self._check, session.id)
             if watch.pidfd is not None:
                 self._loop.add_reader(watch.pidfd, self._process_ended, session.id)
             elif watch.ended:
@@ -324,11 +327,14 @@ class Server:
                     f"the daemon cannot keep a session: {error.strerror}; raise LimitNOFILE or free disk space"
                 ) from None
             raise
+        watch.may_copy = role is Role.WORKER
         token = secrets.token_bytes(16)
         try:
             self.lives[session] = _Life(watch, connection)
             connection.session = session
             self._apply(machine.Hello(session, self._peer(connection, pid, token), role))
+            if self._unsaved:
+                raise EnvironmentFault("the daemon's records are full: it takes no sessions until /dev/shm has room")
             if pidfd is not None:
                 self._loop.add_reader(pidfd, self._process_ended, session)
             else:
@@ -416,14 +422,14 @@ class Server:
     def _check(self, session: int) -> None:
         """Ask for the proof; while it is missing, say so and ask again."""
         life = self.lives.get(session)
-        if life is None or life.ended_at is None:
+        if life is None or (life.ended_at is None and (life.connection is not None or life.watch.may_copy)):
             return
         missing = life.watch.missing()
         if not missing:
             log.info("event=gone session=%d", session)
             self._apply(machine.Gone(session))
             return
-        if time.monotonic() - life.ended_at >= _DOUBT_AFTER_S:
+        if life.ended_at is not None and time.monotonic() - life.ended_at >= _DOUBT_AFTER_S:
             self._start(self._doubt(session, life, missing))
         self._loop.call_later(life.delay_s, self._check, session)
         life.delay_s = min(life.delay_s * 2, _CHECK_LAST_S)

@@ -137,13 +137,14 @@ class Engines:
         **llm: Any,
     ) -> Engine:
         """Start an engine without waiting; ``tier`` is None, "shared", "stock" or "faulty"."""
+        extra = {"socket": self.socket, "num_host_pages": 1200, **(extra or {})}
         settings = {
             "in_process": in_process,
             "llm": {
                 "model": model or self.model(), "skip_tokenizer_init": True, "dtype": "float32", "block_size": BLOCK,
                 "max_model_len": 1024, "num_gpu_blocks_override": 64, "enforce_eager": True,
                 "max_num_batched_tokens": 512, "disable_log_stats": False, "seed": 0,
-                "kv_transfer_config": self._connector(tier, {"socket": self.socket, "num_host_pages": 1200, **(extra or {})}),
+                "kv_transfer_config": self._connector(tier, extra),
             } | llm,
         }  # fmt: skip
         base = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

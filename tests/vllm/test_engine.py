@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,12 @@ def full_blocks(prompts: list[list[int]]) -> int:
 
 def settled(tier: Any) -> None:
     """Wait until nothing is leased or pinned any more."""
-    tier.wait_status(
-        lambda status: all(not p["pages"]["leased"] and not p["pages"]["pinned"] for p in status["pools"]), "all settled"
-    )
+
+    def quiet(status: Any) -> bool:
+        pages = [pool["pages"] for pool in status["pools"]]
+        return not any(page["leased"] or page["pinned"] for page in pages)
+
+    tier.wait_status(quiet, "nothing leased or pinned")
 
 
 def test_tokens_are_those_without_the_tier(tier: Any, engines: Any, prompts: Prompts) -> None:
@@ -162,7 +166,7 @@ def test_another_daemon_comes(start: Any, engines: Any, prompts: Prompts, wait_u
     expected = engine.tokens(asked)
     tier.kill()
     for name in tier.segments():
-        (start_path := f"/dev/shm/{name}") and __import__("os").unlink(start_path)
+        os.unlink(f"/dev/shm/{name}")
     tier = start(memory="256MiB")
     wait_until(lambda: [s for s in tier.status()["sessions"] if s["role"] == "scheduler"], "the scheduler is back")
     wait_until(lambda: engine.tokens(asked[:1]) == expected[:1] and engine.metric("sharedmirror_up") == 1)

@@ -48,7 +48,7 @@ def _weights(layers: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
+        return torch.randn(rows, columns, generator=generator).mul(gain * float(columns) ** -0.5)
 
     weights = {
         "model.embed_tokens.weight": torch.randn(VOCABULARY, _HIDDEN, generator=generator),

@@ -24,9 +24,11 @@ from vllm.logger import init_logger
 from sharedmirror import Client, connect
 from sharedmirror.control import Hit
 from sharedmirror.errors import (
+    CallTimeout,
     ClosedError,
     InstanceChanged,
     NoPages,
+    PoolNotFound,
     RanksMissing,
     SharedMirrorError,
     StaleLease,
@@ -91,8 +93,13 @@ class PoolLink:
         """What is to be done, and in which instance of the daemon; in another one it is void."""
         self._settling: deque[tuple[float, str, Lease]] = deque()
         self._said = ""
+        self._tried = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sharedmirror-link", daemon=True)
         self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the link is usable, or it is clear that this may take long."""
+        self._tried.wait(timeout_s)
 
     # -- the scheduler's calls -------------------------------------------------------------------
 
@@ -122,7 +129,7 @@ class PoolLink:
         if any(each.instance != connection.instance for each in held):
             return  # with the instance its keys went too
         client = connection.client
-        client.release([dataclasses.replace(each.hit) for each in held])
+        _release(held)(client)
         until = time.monotonic() + _FORGET_S
         while (left := client.evict(keys).pinned) and time.monotonic() < until:
             time.sleep(_FORGET_S / 50)
@@ -162,9 +169,7 @@ class PoolLink:
     def release(self, held: Sequence[Held]) -> None:
         """Let hits go, soon."""
         for instance in {each.instance for each in held}:
-            hits = [each.hit for each in held if each.instance == instance]
-            # Copies, because a hit that was tried to be released can't be tried again.
-            self._send(instance, lambda client, hits=hits: client.release([dataclasses.replace(hit) for hit in hits]))
+            self._send(instance, _release([each for each in held if each.instance == instance]))
 
     def abort(self, instance: str, lease: Lease) -> None:
         """Give a lease up."""
@@ -187,16 +192,16 @@ class PoolLink:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause_s = _PAUSE_S
+        pause_s, idle = _PAUSE_S, False
         while not self._closing:
             try:
                 if self._connection is None:
                     self._connection = self._connect()
-                if not self.usable:
+                if idle or not self.usable:  # idle: is it still the same daemon?
                     self._come_back(self._connection.client)
                 self._do_errands(self._connection)
                 pause_s = _PAUSE_S
-                self._wake.wait(_LONGEST_PAUSE_S)
+                idle = not self._wake.wait(_LONGEST_PAUSE_S)
             except _VOID as error:
                 self._lost(error)
             except SharedMirrorError as error:
@@ -211,9 +216,7 @@ class PoolLink:
 
     def _connect(self) -> _Connection:
         options = self._options
-        client = connect(
-            options.socket, self.name, self._engine, timeout_s=options.call_timeout_s, wait_s=_FORM_WAIT_S
-        )
+        client = connect(options.socket, self.name, self._engine, timeout_s=options.call_timeout_s, wait_s=_FORM_WAIT_S)
         try:
             status = client.status()
         except BaseException:
@@ -224,8 +227,8 @@ class PoolLink:
         tags = sorted({pool["tag"] for pool in others if pool["name"].split("/")[:-1] != self.name.split("/")[:-1]})
         if tags:
             _log.warning(
-                "event=not_shared pool=%s others=%s: pools of this model that were made with other settings; what is in "
-                "them is not found here", self.name, tags,
+                "event=not_shared pool=%s others=%s: pools of this model that were made with other settings; what "
+                "is in them is not found here", self.name, tags,
             )  # fmt: skip
         return _Connection(client, str(status["daemon"]["instance"]))
 
@@ -237,6 +240,7 @@ class PoolLink:
             client.contains([])
         self.usable = True
         self._said = ""
+        self._tried.set()
 
     def _do_errands(self, connection: _Connection) -> None:
         while self._errands:
@@ -271,6 +275,13 @@ class PoolLink:
 
     def _say(self, error: SharedMirrorError) -> None:
         """Log why there is no tier, once for each reason."""
+        if not isinstance(error, (PoolNotFound, CallTimeout)):
+            self._tried.set()
         if error.message != self._said:
             self._said = error.message
             _log.warning("event=no_tier pool=%s reason=%r: serving without it", self.name, error.message)
+
+
+def _release(held: Sequence[Held]) -> Callable[[Client], None]:
+    # Copies, because a hit whose release was tried once can't be tried again.
+    return lambda client: client.release([dataclasses.replace(each.hit) for each in held])

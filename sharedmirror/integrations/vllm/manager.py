@@ -161,7 +161,8 @@ class SharedMirrorManager(OffloadingManager):
         at = group.at.get(key)
         if at is None:
             return [key], True
-        lowest, group.lowest_asked = group.lowest_asked, min(at, at if group.lowest_asked is None else group.lowest_asked)
+        lowest = group.lowest_asked
+        group.lowest_asked = at if lowest is None else min(at, lowest)
         if lowest is None or at >= lowest:
             return group.keys[at : at + _MOST_KEYS], lowest is not None
         keys = [k for k in group.keys[max(0, at + 1 - _MOST_KEYS) : at + 1] if k not in state.held]

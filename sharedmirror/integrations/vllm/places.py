@@ -46,8 +46,9 @@ def device_pool(
             continue
         seen.add(ref.tensor_idx)
         cache = caches.tensors[ref.tensor_idx]
-        if not 0 < ref.page_size_bytes <= cache.tensor.shape[1]:
-            raise LayoutError(f"layer {name} has pages of {ref.page_size_bytes} bytes in rows of {cache.tensor.shape[1]}")
+        row_bytes = cache.tensor.shape[1]
+        if not 0 < ref.page_size_bytes <= row_bytes:
+            raise LayoutError(f"layer {name} has pages of {ref.page_size_bytes} bytes in rows of {row_bytes}")
         tensors.append(cache.tensor[:, : ref.page_size_bytes])
         shard, shards = _shard(ref, config)
         planes.append(PlaneSpec(name, ref.page_size_bytes, 1, shard, shards))

@@ -210,7 +210,8 @@ class SharedMirrorWorker(OffloadingWorker):
         job.settled = True
 
     def _load(self, job: _Job) -> None:
-        failed, transfers = False, []
+        failed = False
+        transfers: list[Transfer] = []
         try:
             late_s = time.monotonic() - job.begun - self._options.load_timeout_s
             if self._closing or late_s > 0:
