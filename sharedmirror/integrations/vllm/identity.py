@@ -10,14 +10,17 @@ The name must come out the same in the scheduler and in every rank, so only what
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import vllm
+from huggingface_hub import try_to_load_from_cache
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from sharedmirror.errors import UsageError
@@ -30,6 +33,7 @@ _announced: ContextVar[Any] = ContextVar("sharedmirror_vllm_config", default=Non
 # These seed the first hash of every chain with random bytes, new in each process.
 _SALTED_PER_PROCESS = ("xxhash", "xxhash_cbor")
 _HASH_CHARACTERS = 12
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
 _MAX_TAG_BYTES = 250
 
 
@@ -102,6 +106,7 @@ def _facts(config: OffloadingConfig, options: Options) -> dict[str, Any]:
         "groups": [[group.group_id, group.tokens_per_block] for group in config.groups],
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "weights": _weights(announced()),
+        "checkpoint": _checkpoint(config.model.name, announced()),
         "tag": options.tag,
     }
 
@@ -113,3 +118,31 @@ def _weights(vllm_config: Any) -> list[str] | None:
     model = vllm_config.model_config
     shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()
     return [str(model.revision), str(model.quantization), str(model.dtype), shape]
+
+
+def _checkpoint(model: str, vllm_config: Any) -> str | None:
+    """Return what tells the weights behind one name apart: the commit, or samples of the files."""
+    if os.path.isdir(model):
+        return _sampled(model)
+    revision = None if vllm_config is None else vllm_config.model_config.revision
+    with contextlib.suppress(Exception):  # a name that is in no cache has no commit
+        config = try_to_load_from_cache(model, "config.json", revision=revision)
+        if isinstance(config, str):
+            return Path(config).parent.name
+    return None
+
+
+@functools.cache
+def _sampled(directory: str) -> str:
+    """Hash sizes and some bytes of the weights. Training changes nearly all of them, so a few will tell."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(directory).iterdir()):
+        if path.suffix not in (".safetensors", ".bin", ".pt", ".gguf"):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(size * (2 * sample + 1) // (2 * _SAMPLES))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
