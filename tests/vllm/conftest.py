@@ -133,7 +133,7 @@ class Engines:
         in_process: bool = True,
         environment: dict[str, str] | None = None,
         extra: dict[str, Any] | None = None,
-        model: str | None = None,
+        model: str = "llama",
         **llm: Any,
     ) -> Engine:
         """Start an engine without waiting; ``tier`` is None, "shared", "stock" or "faulty"."""
@@ -141,7 +141,7 @@ class Engines:
         settings = {
             "in_process": in_process,
             "llm": {
-                "model": model or self.model(), "skip_tokenizer_init": True, "dtype": "float32", "block_size": BLOCK,
+                "model": self.model(model), "skip_tokenizer_init": True, "dtype": "float32", "block_size": BLOCK,
                 "max_model_len": 1024, "num_gpu_blocks_override": 64, "enforce_eager": True,
                 "max_num_batched_tokens": 512, "disable_log_stats": False, "seed": 0,
                 "kv_transfer_config": self._connector(tier, extra),
@@ -157,10 +157,10 @@ class Engines:
         """Start an engine and wait until it is up."""
         return self.begin(tier, **settings).started()
 
-    def model(self) -> str:
+    def model(self, kind: str) -> str:
         from tests.vllm.tiny_model import write_model
 
-        return write_model(self.directory.parent / "tiny")
+        return write_model(self.directory / kind, kind)
 
     def _connector(self, tier: str | None, extra: dict[str, Any]) -> dict[str, Any] | None:
         if tier is None:

@@ -223,12 +223,13 @@ class PoolLink:
             client.close()
             raise
         _log.info("event=connected pool=%s engine=%s chunks=%d", self.name, self._engine, client.num_host_pages - 1)
-        others = [pool for pool in status["pools"] if pool["name"].startswith(self._related)]
-        tags = sorted({pool["tag"] for pool in others if pool["name"].split("/")[:-1] != self.name.split("/")[:-1]})
-        if tags:
+        ours = self.name.rpartition("/")[0]
+        names = {pool["name"].rpartition("/")[0]: pool["tag"] for pool in status["pools"]}
+        others = {name: tag for name, tag in names.items() if name.startswith(self._related) and name != ours}
+        if self._related and others:
             _log.warning(
                 "event=not_shared pool=%s others=%s: pools of this model that were made with other settings; what "
-                "is in them is not found here", self.name, tags,
+                "is in them is not found here", self.name, others,
             )  # fmt: skip
         return _Connection(client, str(status["daemon"]["instance"]))
 
