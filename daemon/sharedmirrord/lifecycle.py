@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 
 from sharedmirror.errors import EnvironmentFault
@@ -40,7 +41,7 @@ def instance_lock(path: str, socket_path: str) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            pid = _holder(fd)
             raise AlreadyRunning(
                 f"a daemon with pid {pid} already serves {socket_path}; stop it, or choose another --socket", pid=pid
             ) from None
@@ -50,6 +51,16 @@ def instance_lock(path: str, socket_path: str) -> Iterator[None]:
     finally:
         # The file stays: removing it would let two daemons lock two files of one name.
         os.close(fd)
+
+
+def _holder(fd: int) -> str:
+    """Return the pid in the lock file. Right after its start the holder has not written it yet."""
+    for _ in range(20):
+        pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+        if pid.isdigit() and os.path.exists(f"/proc/{pid}"):
+            return pid
+        time.sleep(0.05)
+    return "unknown"
 
 
 @contextlib.contextmanager
