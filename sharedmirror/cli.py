@@ -1,4 +1,4 @@
-"""The ``sharedmirror`` command: ``status``, ``demo`` and ``gc``.
+"""The ``sharedmirror`` command: ``status``, ``drop``, ``demo`` and ``gc``.
 
 ``status`` answers within 0.3 s, so nothing here imports torch or numpy, and rich only when it draws.
 
@@ -134,6 +134,25 @@ def demo(
     from sharedmirror.demo.run import run
 
     raise typer.Exit(run(Console(), device=device.value))
+
+
+@app.command()
+def drop(
+    name: Annotated[str, typer.Argument(help="The pool's name, as `sharedmirror status` shows it.")],
+    tag: Annotated[str | None, typer.Option(help="The pool's tag, where several pools have this name.")] = None,
+    socket: Annotated[str | None, typer.Option(help="The daemon's socket.")] = None,
+) -> None:
+    """Give a pool that nobody uses up: its cache is lost, its memory is free for other pools."""
+    try:
+        with Channel.open(socket, role=Role.OBSERVER) as channel:
+            freed = channel.call("drop", pool=name, tag=tag)["freed"]
+    except DaemonUnavailable as error:
+        sys.stderr.write(f"sharedmirror: {error.message}\n")
+        raise typer.Exit(EXIT_NO_DAEMON) from None
+    except SharedMirrorError as error:
+        sys.stderr.write(f"sharedmirror: {error.message}\n")
+        raise typer.Exit(1) from None
+    sys.stdout.write(f"pool {name!r} is dropped, {freed} bytes are free again\n")
 
 
 @app.command()

@@ -26,6 +26,7 @@
         +-- CallTimeout           no answer or no completion in time (retryable)
         +-- NoPages               not enough free or evictable pages (retryable)
         +-- PoolNotFound          no such pool yet (retryable)
+        +-- PoolInUse             processes still use a pool that was to be dropped
         +-- RanksMissing          ranks of the engine have not attached (retryable)
         +-- EngineBusy            a forerunner of this engine is not proven gone (retryable)
         +-- ArenaFull             the arena has not enough room
@@ -57,6 +58,7 @@ __all__ = [
     "NoPages",
     "PageError",
     "PeerError",
+    "PoolInUse",
     "PoolMismatch",
     "PoolNotFound",
     "ProtocolError",
@@ -238,6 +240,12 @@ class PoolNotFound(EnvironmentFault):
 
     code = "pool_not_found"
     retryable = True
+
+
+class PoolInUse(EnvironmentFault):
+    """Raised when a pool was to be dropped that processes may still map; ``ids["pids"]`` names them."""
+
+    code = "pool_in_use"
 
 
 class RanksMissing(EnvironmentFault):

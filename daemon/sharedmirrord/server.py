@@ -282,6 +282,12 @@ class Server:
             self._hello(connection, frame, fds)
         elif op == "status":
             connection.send({"id": number, "status": self.status()})
+        elif op == "drop":
+            free = self.state.space.free_bytes
+            self._apply(machine.Drop(arg.text(frame, "pool"), arg.optional_text(frame, "tag")))
+            if self._unsaved:
+                raise EnvironmentFault("the daemon's records are full; try again when /dev/shm has room")
+            connection.send({"id": number, "freed": self.state.space.free_bytes - free})
         elif op == "hello":
             raise ProtocolError("hello was said already")
         elif connection.session not in self.lives:

@@ -36,15 +36,19 @@ def write_model(directory: Path, kind: str = "llama", *, layers: int = 4, seed: 
     # Gemma adds one to a norm's weight.
     norm = torch.zeros if kind == "gemma" else torch.ones
     weights = {
-        name: norm(shape) if len(shape) == 1 else _matrix(name, shape, generator) for name, shape in shapes.items()
+        # Tied to the output, a large embedding would repeat the last token, whatever attention says.
+        name: norm(shape) if len(shape) == 1 else _matrix(name, shape, generator, kind == "gemma")
+        for name, shape in shapes.items()
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
 
 
-def _matrix(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _matrix(name: str, shape: tuple[int, ...], generator: torch.Generator, small_embedding: bool) -> torch.Tensor:
     gain = 2.0 if "v_proj" in name or "o_proj" in name else 1.5 if "attn" in name else 1.0
-    spread = 1.0 if "embed" in name else gain * float(shape[1]) ** -0.5
+    spread = gain * float(shape[1]) ** -0.5
+    if "embed" in name:
+        spread = 0.01 if small_embedding else 1.0
     return torch.randn(*shape, generator=generator).mul(spread)
 
 

@@ -80,6 +80,14 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """An operator gives a pool up; ``apply`` raises the typed refusal. ``tag`` None: whichever there is."""
+
+    name: str
+    tag: str | None
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
@@ -94,7 +102,7 @@ class Ready:
     """The arena's memory is there."""
 
 
-Event: TypeAlias = Hello | Resume | Request | Disconnected | Died | Gone | Tick | Stop | Ready
+Event: TypeAlias = Hello | Resume | Request | Disconnected | Died | Gone | Drop | Tick | Stop | Ready
 Handler: TypeAlias = Callable[[State, Session, dict[str, Any], float, Effects], dict[str, Any]]
 
 
@@ -150,6 +158,8 @@ def apply(state: State, event: Event, now: float) -> Effects:
         attach.hello(state, event.session, event.peer, event.role, now)
     elif isinstance(event, Resume):
         sessions.resume(state, state.sessions[event.session], event.leases, event.hits, event.retry, out)
+    elif isinstance(event, Drop):
+        sessions.drop(state, event.name, event.tag, out)
     elif isinstance(event, Stop):
         state.stopping = state.moved = True
     elif isinstance(event, Ready):
@@ -295,6 +305,7 @@ __all__ = [
     "REPEATABLE",
     "Died",
     "Disconnected",
+    "Drop",
     "Event",
     "Gone",
     "Hello",

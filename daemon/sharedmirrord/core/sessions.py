@@ -9,10 +9,10 @@ from __future__ import annotations
 import hmac
 from typing import Any
 
-from sharedmirror.errors import InstanceChanged, UsageError
+from sharedmirror.errors import InstanceChanged, PoolInUse, PoolMismatch, PoolNotFound, UsageError
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import hits, leases
-from sharedmirrord.core.durable import Delete, Put
+from sharedmirrord.core.durable import Delete, DropTable, Put
 from sharedmirrord.core.model import Effects, Ended, Peer, Session, SessionState, State
 
 
@@ -89,6 +89,38 @@ def detach(state: State, session: Session, arguments: dict[str, Any], now: float
     else:
         out.writes.append(Put("session", session.id, session.record()))
     return {}
+
+
+def drop(state: State, name: str, tag: str | None, out: Effects) -> int:
+    """Give a pool's memory and cache up; returns the bytes freed.
+
+    Raises PoolNotFound, PoolMismatch when several tags have this name, and PoolInUse while any process,
+    however it ended, may still map the pool.
+    """
+    pools = [pool for pool in state.pools.values() if pool.name == name and tag in (None, pool.tag)]
+    if not pools:
+        raise PoolNotFound(f"there is no pool {name!r}" + (f" with tag {tag!r}" if tag is not None else ""))
+    if len(pools) > 1:
+        raise PoolMismatch(
+            f"{len(pools)} pools are named {name!r}; say which tag: {sorted(pool.tag for pool in pools)}"
+        )
+    (pool,) = pools
+    users = [session for session in state.sessions.values() if session.pool == pool.id]
+    if users or not pool.ready:
+        pids = sorted({session.peer.pid for session in users} | {pid for session in users for pid in session.holders})
+        raise PoolInUse(f"pool {name!r} is in use by processes {pids}; end them first", pids=pids)
+    held = [lease.pool for lease in state.leases.values()] + [hit.pool for hit in state.hits.values()]
+    if pool.id in held:
+        raise RuntimeError(f"pool {name!r} has leases or hits and no session")
+    for region in pool.regions:
+        for _arena, offset, size_bytes in region.extents:
+            state.space.release(offset, size_bytes)
+    del state.pools[pool.id]
+    if pool.table is not None:
+        out.writes.append(DropTable(pool.id))
+    out.writes += [Delete("pool", pool.id), Delete("marks", pool.id)]
+    state.moved = True
+    return sum(region.size_bytes for region in pool.regions)
 
 
 def died(state: State, session: Session, now: float, out: Effects) -> None:
