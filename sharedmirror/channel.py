@@ -121,10 +121,12 @@ class Channel:
         try:
             self._sock.connect(self.path)
         except OSError as error:
+            if isinstance(error, PermissionError):
+                remedy = f"uid {os.getuid()} may not use this socket: start the daemon with --allow-uid {os.getuid()}"
+            else:
+                remedy = "start one with `sharedmirrord --memory SIZE`, or set SHAREDMIRROR_SOCKET"
             raise DaemonUnavailable(
-                f"no daemon answers on {self.path} ({error.strerror or error}); start one with "
-                f"`sharedmirrord --memory SIZE`, or set SHAREDMIRROR_SOCKET",
-                socket=self.path,
+                f"no daemon answers on {self.path} ({error.strerror or error}); {remedy}", socket=self.path
             ) from None
 
     def _greet(self) -> None:
@@ -160,6 +162,13 @@ class Channel:
         try:
             self._read_until(0, deadline, fds)
             self._answer.result()
+        except _Lost as error:
+            _close_all(fds)
+            raise DaemonUnavailable(
+                f"{error.message} before it said hello; if it does not serve uid {os.getuid()}, "
+                f"start it with --allow-uid {os.getuid()}",
+                socket=self.path,
+            ) from None
         except BaseException:
             _close_all(fds)
             raise

@@ -25,6 +25,7 @@ from sharedmirror.types import (
     Reservation,
     Role,
     Sealed,
+    check_text,
 )
 
 _GOODBYE_S = 2.0
@@ -100,6 +101,8 @@ def connect(
     pools of this name), WrongPoolKind (a static pool) or EngineBusy.
     """
     wait_s = _wait(wait_s)
+    check_text("name", name)
+    check_text("engine", engine)
     channel = Channel.open(socket, role=Role.SCHEDULER, timeout_s=timeout_s)
     try:
         body = channel.call(

@@ -37,7 +37,7 @@ from sharedmirror.errors import (
     WrongPoolKind,
 )
 from sharedmirror.transfers import HitLike, Ledger, SampleLike, Transfer
-from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed
+from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed, check_text
 
 __all__ = ["Progress", "SharedHostMirror", "flat_bytes_per_host_page"]
 
@@ -98,6 +98,10 @@ class SharedHostMirror:
         for what, value in (("num_host_pages", num_host_pages), ("frames_per_page", frames_per_page)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{what} is {value!r}; it must be a whole number of at least 1")
+        check_text("name", name)
+        check_text("engine", engine)
+        if tag != "":
+            check_text("tag", tag)
         self._gate = Gate()
         self._push_lock = threading.Lock()
         self._early: list[dict[str, Any]] | None = []
@@ -266,6 +270,8 @@ class SharedHostMirror:
         """
         with self._gate:
             ledger = self._ledger_of("store")
+            if not isinstance(lease, Lease):
+                raise UsageError(f"store copies under a Lease, not {type(lease).__name__}")
             device, frames = self._checked(pairs, "store")
             transfer = ledger.begin_store(lease, self._pages_of(frames))
             with self._attachment.copying():
@@ -283,6 +289,8 @@ class SharedHostMirror:
         """Copy (device page, host frame) pairs out of pages of ``hit``; otherwise like ``store``."""
         with self._gate:
             ledger = self._ledger_of("load")
+            if not (hasattr(hit, "id") and hasattr(hit, "pages")) or isinstance(hit, Lease):
+                raise UsageError(f"load copies under a Hit, not {type(hit).__name__}")
             device, frames = self._checked(pairs, "load")
             transfer = ledger.begin_load(hit, self._pages_of(frames))
             with self._attachment.copying():

@@ -4,7 +4,7 @@ The ledger is the rank's side of a lease's life. It does no I/O and knows no ten
 
 - a store is refused outside the lease, after a commit of the page, and after the lease (or the page)
   was revoked; a load is refused outside the hit and after its release;
-- a page is committed only when every copy into it that this rank began is complete and none failed;
+- a page is committed only when this rank has stored it, every such copy is complete and none failed;
 - a revoked lease or released hit is answered ("drained") once, when no copy under it is in flight;
   one with a failed copy is never answered, because only the process's death proves that copy over;
 - a (page, generation) that is over stays over: it is remembered per page, not per lease, so memory
@@ -137,6 +137,7 @@ class _Open:
 @dataclass
 class _OpenLease(_Open):
     generation_of: dict[int, int]
+    stored: set[int] = field(default_factory=set)
     frozen: set[int] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
@@ -229,6 +230,7 @@ class Ledger:
                 )  # fmt: skip
             transfer = Transfer(wanted)
             record.in_flight().append(transfer)
+            record.stored |= wanted
             return transfer
 
     def keep_samples(self, lease: Lease, samples: Mapping[int, list[SampleLike]]) -> None:
@@ -275,6 +277,12 @@ class Ledger:
                         f"lease {lease.id} has no page left to commit: the rest was revoked", lease=lease.id
                     )
                 raise PageError(f"lease {lease.id} has no page left to commit", lease=lease.id)
+            for page in sorted(wanted - record.stored):
+                raise PageError(
+                    f"host page {page} of lease {lease.id} was never stored by this rank: "
+                    f"committing it would publish whatever it holds",
+                    page=page, lease=lease.id,
+                )  # fmt: skip
             transfers = tuple(transfer for transfer in record.in_flight() if transfer.pages & wanted)
             for transfer in transfers:
                 transfer.done()

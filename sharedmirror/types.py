@@ -9,6 +9,8 @@ import enum
 from dataclasses import dataclass
 from typing import NewType
 
+from sharedmirror.errors import UsageError
+
 PageId = NewType("PageId", int)
 PoolId = NewType("PoolId", int)
 SessionId = NewType("SessionId", int)
@@ -24,6 +26,13 @@ MAX_KEY_BYTES = 64
 MAX_WAIT_S = 86400
 SLICE_ALIGNMENT_BYTES = 16
 REGION_ALIGNMENT_BYTES = 2 << 20
+
+
+def check_text(what: str, value: object) -> str:
+    """Return ``value`` if it may name something; raises UsageError that says what is wrong with ``what``."""
+    if not isinstance(value, str) or not 0 < len(value.encode(errors="replace")) <= 256 or not value.isprintable():
+        raise UsageError(f"{what} is {value!r:.80}; it must be a string of 1 to 256 printable bytes")
+    return value
 
 
 class Layout(str, enum.Enum):

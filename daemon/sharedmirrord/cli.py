@@ -17,7 +17,7 @@ import resource
 import secrets
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypedDict, cast
 
 import typer
@@ -109,7 +109,7 @@ def _serve(
             pin=cast(Literal["mlock", "cuda", "none"], pin),
         )
         if left is None:
-            memory_of = _create(stack, path, memory.resolve(wanted, memory.available()), options)
+            memory_of = _create(stack, path, memory.resolve(wanted, _available()), options)
         else:
             memory_of = _adopt(stack, left.records_name, wanted, options)
         header = memory_of.store.header
@@ -125,7 +125,13 @@ def _serve(
             failpoints.reach("exit.sessions")
         else:
             why = "--keep" if keep else "live sessions"
-            log.info("event=kept reason=%r segments=%s,%s", why, memory_of.arena.name, memory_of.segment.name)
+            log.warning(
+                "event=kept reason=%r segments=%s,%s remedy='a daemon started on this socket adopts them; "
+                "sharedmirror gc --remove removes them'",
+                why,
+                memory_of.arena.name,
+                memory_of.segment.name,
+            )
 
 
 def _raise_file_limit() -> None:
@@ -133,6 +139,13 @@ def _raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _available() -> memory.Available:
+    """Return what may be had, less what the records take in /dev/shm."""
+    found = memory.available()
+    shm_bytes = None if found.shm_bytes is None else max(0, found.shm_bytes - _RECORDS_BYTES)
+    return replace(found, shm_bytes=shm_bytes)
 
 
 class _ArenaOptions(TypedDict):
@@ -192,7 +205,7 @@ async def _run(settings: Settings, memory_of: _Memory, listener: object) -> bool
     gc.set_threshold(50_000, 20, 1_000_000)
     server = Server(settings, memory_of.arena, memory_of.store, memory_of.state)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, server.stop)
     server.watch_survivors()
     await server.run(listener)  # type: ignore[arg-type]

@@ -237,7 +237,10 @@ def test_wrong_stores_and_loads_are_refused_by_each_rank(daemon: Daemon, ranks: 
             ranks[0].ask("store", lease, [(0, outside)])
         with pytest.raises(PageError, match="comes twice|twice|repeated"):
             ranks[0].ask("store", lease, [(0, lease.pages[0]), (1, lease.pages[0])])
+        with pytest.raises(PageError, match="never stored by this rank"):
+            ranks[0].ask("commit", lease)
         for rank in ranks:
+            rank.ask("store", lease, [(0, lease.pages[0]), (1, lease.pages[1])])
             rank.ask("commit", lease)
         with pytest.raises(PageError, match="committed by this rank"):
             ranks[0].ask("store", lease, [(0, lease.pages[0])])

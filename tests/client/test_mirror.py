@@ -500,10 +500,10 @@ def slow(leased: SharedHostMirror) -> SlowEngine:
 def test_store_commit_load(daemon: FakeDaemon, leased: SharedHostMirror) -> None:
     model = Model(daemon, leased._pool)
     lease = lease_of(5, 3, 6, 2)
-    transfer = leased.store(lease, [(0, 3), (5, 6)])
+    transfer = leased.store(lease, [(0, 3), (5, 6), (2, 2)])
     transfer.wait(1.0)
     assert transfer.done()
-    model.copy([(0, 3), (5, 6)], to_host=True)
+    model.copy([(0, 3), (5, 6), (2, 2)], to_host=True)
     model.check()
     sealed = leased.commit(lease, pages=[3])
     assert sealed is not None
@@ -514,6 +514,10 @@ def test_store_commit_load(daemon: FakeDaemon, leased: SharedHostMirror) -> None
     model.copy([(1, 6)], to_host=False)
     model.check()
     whole = lease_of(6, 1, 4)
+    leased.store(whole, [(0, 1)])
+    with pytest.raises(PageError, match="host page 4 of lease 6 was never stored by this rank"):
+        leased.commit(whole)
+    leased.store(whole, [(1, 4)])
     leased.commit(whole)
     assert daemon.said("commit")[-1] == {"lease": 6, "pages": None}
 
@@ -545,6 +549,8 @@ def test_stores_that_are_refused(daemon: FakeDaemon, leased: SharedHostMirror) -
         leased.store(lease_of(5, 3, pool=2), [(0, 3)])
     with pytest.raises(PageError, match="damaged"):
         leased.store(lease_of(8, 99), [(0, 3)])
+    leased.store(lease, [(0, 3), (1, 6)])
+    model.copy([(0, 3), (1, 6)], to_host=True)
     leased.commit(lease, [3])
     with pytest.raises(PageError, match="host page 3 of lease 5 was committed"):
         leased.store(lease, [(1, 6), (0, 3)])
@@ -585,6 +591,9 @@ def test_calls_of_the_other_kind(daemon: FakeDaemon, leased: SharedHostMirror) -
 
 def test_commit_waits_for_this_ranks_copies(daemon: FakeDaemon, leased: SharedHostMirror, slow: SlowEngine) -> None:
     lease = lease_of(5, 3, 6)
+    slow.complete.set()
+    leased.store(lease, [(1, 6)]).wait(1.0)
+    slow.complete.clear()
     transfer = leased.store(lease, [(0, 3)])
     assert not transfer.done()
     with pytest.raises(CallTimeout):
@@ -605,7 +614,7 @@ def test_commit_waits_for_this_ranks_copies(daemon: FakeDaemon, leased: SharedHo
 
 def test_queued_commits_are_sent_by_poll(daemon: FakeDaemon, leased: SharedHostMirror, slow: SlowEngine) -> None:
     lease = lease_of(5, 3, 6)
-    leased.store(lease, [(0, 3)])
+    leased.store(lease, [(0, 3), (1, 6)])
     assert leased.commit(lease, wait=False) is None
     assert leased.poll().waiting == 1
     with pytest.raises(PageError, match="committed"):
@@ -636,7 +645,7 @@ def test_close_sends_queued_commits(daemon: FakeDaemon) -> None:
 
 def test_a_device_error_never_commits(daemon: FakeDaemon, leased: SharedHostMirror, slow: SlowEngine) -> None:
     lease = lease_of(5, 3, 6)
-    transfer = leased.store(lease, [(0, 3)])
+    transfer = leased.store(lease, [(0, 3), (1, 6)])
     leased.commit(lease, [3], wait=False)
     slow.error = CopyError("illegal address")
     for call in (transfer.done, transfer.wait, lambda: leased.commit(lease, [3])):
@@ -757,7 +766,7 @@ def test_revoked_pages(daemon: FakeDaemon, leased: SharedHostMirror, slow: SlowE
         leased.store(lease, [(0, 3)])
     with pytest.raises(StaleLease, match="host page 3"):
         leased.commit(lease, [3])
-    leased.store(lease, [(0, 6)])
+    leased.store(lease, [(0, 6), (1, 2)])
     slow.complete.set()
     assert channel.then is not None
     assert channel.then() is None

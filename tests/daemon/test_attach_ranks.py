@@ -73,7 +73,7 @@ def test_a_static_pool_waits_for_the_proof(driver: Driver) -> None:
     old, new = engine.workers[1], driver.hello()
     driver.disconnect(old)
     driver.died(old, missing=("lock",), holders=(4242,))
-    with pytest.raises(EngineBusy, match=r"lock; may be held by \[4242\]") as caught:
+    with pytest.raises(EngineBusy, match=r"lock, may be held by \[4242\]") as caught:
         join(driver, rank=1, kind="static")
     assert 4242 in caught.value.ids["pids"]
     asked = driver.attach(new, rank=1, kind="static", wait_s=5.0)

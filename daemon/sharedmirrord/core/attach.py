@@ -196,16 +196,17 @@ def _check_rank(
             raise _busy(state, incarnation, [holder])
 
 
-def _busy(state: State, incarnation: Incarnation, holders: Iterable[Session]) -> EngineBusy:
-    words = [
-        f"process {h.peer.pid} ({', '.join(h.missing) or 'alive'}; may be held by {list(h.holders) or 'unknown'})"
-        for h in holders
-    ]
+def _busy(
+    state: State, incarnation: Incarnation, holders: Iterable[Session], remedy: str = "use another engine name"
+) -> EngineBusy:
+    words = []
+    for holder in holders:
+        held = f", may be held by {list(holder.holders)}" if holder.holders else ""
+        words.append(f"process {holder.peer.pid} ({', '.join(holder.missing) or 'alive'}{held})")
     pids = sorted({h.peer.pid for h in holders} | {pid for h in holders for pid in h.holders})
     return EngineBusy(
         f"engine {incarnation.engine!r} of pool {incarnation.pool_name!r} is still held by {'; '.join(words)}: "
-        f"its end is not proven. "
-        f"End these processes, or use another engine name",
+        f"its end is not proven. End these processes, or {remedy}",
         pids=pids,
     )
 
@@ -216,7 +217,8 @@ def _check_holder(state: State, pool: Pool, name: str, engine: str, launch: str 
         return
     same = holder.engine == engine and (launch is None or holder.launch is None or launch == holder.launch)
     if not same or state.current.get((name, engine)) != holder.id:
-        raise _busy(state, holder, [state.sessions[number] for number in holder.sessions])
+        users = [state.sessions[number] for number in holder.sessions]
+        raise _busy(state, holder, users, "use another pool name: one engine at a time holds a static pool")
 
 
 def _check_pool(pool: Pool, asked: Properties, pages: int | None, rank: int, planes: tuple[Plane, ...]) -> None:
