@@ -339,7 +339,7 @@ def test_a_static_pool_waits_for_the_fork_and_names_it(shared_daemon: Daemon, pr
     pages = shared_daemon.pool(name)["pages"]
     assert pages | {"quarantined": 8, "leased": 0} == pages
     other = processes.worker(shared_daemon.socket)
-    with pytest.raises(EngineBusy, match=rf"process {worker.pid} \(lock; may be held by \[{fork}\]\)") as caught:
+    with pytest.raises(EngineBusy, match=rf"process {worker.pid} \(lock, may be held by \[{fork}\]\)") as caught:
         other.attach(pool=name, kind="static", wait_s=0.05)
     assert caught.value.ids == {"pids": sorted([worker.pid, fork])}
     other.send_attach(pool=name, kind="static")
