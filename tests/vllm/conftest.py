@@ -137,7 +137,7 @@ class Engines:
         **llm: Any,
     ) -> Engine:
         """Start an engine without waiting; ``tier`` is None, "shared", "stock" or "faulty"."""
-        extra = {"socket": self.socket, "num_host_pages": 1200, **(extra or {})}
+        extra = {"socket": self.socket, "num_host_pages": 1200, "call_timeout_s": 2.0, **(extra or {})}
         settings = {
             "in_process": in_process,
             "llm": {
