@@ -171,6 +171,14 @@ def test_one_round_trip_for_a_request(tiers: Any, monkeypatch: pytest.MonkeyPatc
     other = tier.request("c", some)
     assert ask(tier, other, some[::-1]) == [HIT] * 1000
     assert calls.count("lookup") <= 4
+    # Absent ones are asked for again in each step, in one call too.
+    absent = keys(1000, seed=1)
+    nobody = tier.request("d", absent)
+    for _ in range(3):
+        calls.clear()
+        assert ask(tier, nobody, absent[::-1]) == [MISS] * 1000
+        assert calls.count("lookup") <= 2
+        tier.step()
 
 
 def test_a_hit_stays_until_its_load_is_over(tiers: Any, daemon: Any) -> None:

@@ -44,6 +44,8 @@ __all__ = ["SharedMirrorManager"]
 
 _MOST_KEYS = 4096
 """Of one call; a longer prompt takes another one when the scan gets there."""
+_FEW_KEYS = 64
+"""Of a call that repeats a question."""
 _STATES = {KeyState.MISS: LookupResult.MISS, KeyState.PENDING: LookupResult.HIT_PENDING}
 _LIMBO_S = 10.0
 """After a reset vLLM tells no end of the loads under way; by then they are over."""
@@ -161,13 +163,16 @@ class SharedMirrorManager(OffloadingManager):
         at = group.at.get(key)
         if at is None:
             return [key], True
-        lowest = group.lowest_asked
-        group.lowest_asked = at if lowest is None else min(at, lowest)
-        if lowest is None or at >= lowest:
-            return group.keys[at : at + _MOST_KEYS], lowest is not None
-        keys = [k for k in group.keys[max(0, at + 1 - _MOST_KEYS) : at + 1] if k not in state.held]
-        group.lowest_asked = 0
-        return keys, True
+        if group.asked is None or at >= group.asked.stop:
+            keys = group.keys[at : at + _MOST_KEYS]
+            by_itself = group.asked is not None
+            group.asked = range(at if group.asked is None else group.asked.start, at + len(keys))
+            return keys, by_itself
+        group.downward = group.downward or at < group.asked.start
+        # Else it was absent, and vLLM asks again in every step that has no room for the request.
+        part = range(max(0, at + 1 - _MOST_KEYS), at + 1) if group.downward else range(at, at + _FEW_KEYS)
+        group.asked = range(min(part.start, group.asked.start), group.asked.stop)
+        return [k for k in group.keys[part.start : part.stop] if k not in state.held], True
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Name the tier: host memory."""

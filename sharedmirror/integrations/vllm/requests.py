@@ -26,7 +26,10 @@ class GroupView:
     tokens_per_chunk: int
     keys: list[OffloadKey] = field(default_factory=list)
     at: dict[OffloadKey, int] = field(default_factory=dict)
-    lowest_asked: int | None = None
+    asked: range | None = None
+    """Which of the keys were asked for, and whatever lies between them."""
+    downward: bool = False
+    """Whether vLLM scans the group from its end, as it does where a window is all that is needed."""
     _seen: int = 0
 
     def refresh(self, context: ReqContext) -> None:
@@ -76,7 +79,7 @@ class RequestState:
         self.held.clear()
         self.absent.clear()
         for group in self.groups:
-            group.lowest_asked = None
+            group.asked = None
         return taken
 
     def load(self, keys: Collection[OffloadKey]) -> GroupLoad | None:

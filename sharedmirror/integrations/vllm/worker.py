@@ -89,7 +89,12 @@ class _Lane:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._work(job)
+            try:
+                self._work(job)
+            except Exception as error:  # the lane must live on, and vLLM must hear that the job is over
+                _complain(self._thread.name, error)
+                job.over(failed=True)
+                job.settled = True
 
 
 class SharedMirrorWorker(OffloadingWorker):
