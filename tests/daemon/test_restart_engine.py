@@ -220,6 +220,8 @@ def test_another_instance_closes_a_mirror_for_good(life: Comeback, ranks: list[R
     store_and_load(client, ranks, 0)
     lease = client.lease(1)
     hit = client.lookup([b"0.0"])
+    for rank in ranks:  # so that only the daemon can refuse the commit
+        rank.mirror.store(lease, [(0, lease.pages[0])]).wait(20)
     life.daemon.status()
     names = life.daemon.segments()
     life.daemon.kill()
