@@ -38,7 +38,7 @@ def in_state(state: PageState) -> PageTable:
     if state is not FREE:
         table.grant(1)
     if state is SEALED:
-        table.seal(1, b"k", None)
+        table.seal([(1, b"k", None)])
     if state is QUARANTINED:
         table.doubt(1)
     assert table.states[1] == state
@@ -46,7 +46,7 @@ def in_state(state: PageState) -> PageTable:
 
 
 ACTS: dict[str, tuple[Callable[[PageTable], object], dict[PageState, PageState]]] = {
-    "seal": (lambda table: table.seal(1, b"x", None), {LEASED: SEALED}),
+    "seal": (lambda table: table.seal([(1, b"x", None)]), {LEASED: SEALED}),
     "discard": (lambda table: table.discard(1), {LEASED: FREE, QUARANTINED: FREE}),
     "doubt": (lambda table: table.doubt(1), {LEASED: QUARANTINED, QUARANTINED: QUARANTINED}),
     "evict": (lambda table: table.evict(1), {SEALED: FREE}),

@@ -7,6 +7,7 @@ through ``settle``, which asks ``OpenLease.evident``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from sharedmirror.errors import (
@@ -362,23 +363,10 @@ def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], lis
     """
     pool = state.pools[lease.pool]
     table = table_of(pool)
-    sealed: list[int] = []
-    linked: list[int] = []
-    duplicates: list[list[int]] = []
     ready = lease.complete() & lease.keyed & ~lease.revoked
     if ready:
         _unpend(pool, lease, ready)
-    for at in each_bit(ready):
-        page, key = lease.pages[at], lease.keys[at]
-        if key is None:
-            raise RuntimeError(f"page {page} of lease {lease.id} counts as keyed and has no key")
-        winner = table.index.get(key)
-        if winner is None:
-            linked += table.seal(page, key, lease.parents[at])
-            sealed.append(page)
-        else:
-            table.discard(page)
-            duplicates.append([page, winner])
+    sealed, linked, duplicates = table.seal(_entries(lease, ready))
     dead = lease.evident() & lease.revoked
     freed = [lease.pages[at] for at in each_bit(dead)]
     for page in freed:
@@ -392,6 +380,14 @@ def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], lis
     if not lease.open:
         _close(state, lease, out)
     return sealed, duplicates
+
+
+def _entries(lease: OpenLease, bits: int) -> Iterator[tuple[int, bytes, bytes | None]]:
+    for at in each_bit(bits):
+        key = lease.keys[at]
+        if key is None:
+            raise RuntimeError(f"page {lease.pages[at]} of lease {lease.id} counts as keyed and has no key")
+        yield lease.pages[at], key, lease.parents[at]
 
 
 def _close(state: State, lease: OpenLease, out: Effects) -> None:

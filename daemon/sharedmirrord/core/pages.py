@@ -121,27 +121,50 @@ class PageTable:
 
     # -- keys ------------------------------------------------------------------------------------
 
-    def seal(self, page: int, key: bytes, parent_key: bytes | None) -> list[int]:
-        """Bind ``key``, which must be unbound, to a leased page and make it readable.
+    def seal(
+        self, entries: Iterable[tuple[int, bytes, bytes | None]]
+    ) -> tuple[list[int], list[int], list[list[int]]]:
+        """Bind keys to leased pages and make them readable; an entry is page, key and the key it hangs on.
 
-        Returns the pages sealed before that hang on this one from now on.
+        A page whose key another page has already is freed. Returns the pages sealed, the pages sealed
+        before that hang on these from now on, and the pairs of freed page and winner.
         """
-        self._move(page, PageEvent.SEAL)
-        self.keys[page] = key
-        self.index[key] = page
         self._tick += 1
-        self._used[page] = self._tick
-        parent = self.index.get(parent_key) if parent_key is not None else None
-        if parent is not None and parent != page:
-            self._link(page, parent)
-        elif parent is None and parent_key is not None:
-            self._await_parent(page, parent_key)
+        index, keys, used, tick = self.index, self.keys, self._used, self._tick
+        sealed: list[int] = []
+        linked: list[int] = []
+        duplicates: list[list[int]] = []
+        for page, key, parent_key in entries:
+            winner = index.get(key)
+            if winner is not None:
+                self.discard(page)
+                duplicates.append([page, winner])
+                continue
+            self._move(page, PageEvent.SEAL)
+            keys[page] = key
+            index[key] = page
+            used[page] = tick
+            sealed.append(page)
+            if parent_key is not None:
+                parent = index.get(parent_key)
+                if parent is None:
+                    self._await_parent(page, parent_key)
+                elif parent != page:
+                    self._link(page, parent)
+            if self._awaited:
+                linked += self._link_awaited(page, key)
+        # Only now: what got a child in this call is no leaf.
+        for page in sealed:
+            if not self._children[page]:
+                self._queue(page)
+        return sealed, linked, duplicates
+
+    def _link_awaited(self, page: int, key: bytes) -> list[int]:
         linked = []
-        for child, generation in self._awaited.pop(key, ()) if self._awaited else ():
+        for child, generation in self._awaited.pop(key, ()):
             if self._orphan(child, generation) and child not in self._chain(page):
                 self._link(child, page)
                 linked.append(child)
-        self._queue(page)
         return linked
 
     def _chain(self, page: int) -> set[int]:
@@ -235,11 +258,14 @@ class PageTable:
 
     # -- use and eviction order ------------------------------------------------------------------
 
-    def pin(self, pages: Iterable[int]) -> None:
-        """Protect sealed pages against eviction; each call counts."""
+    def pin(self, pages: Collection[int]) -> None:
+        """Protect sealed pages, each named once, against eviction; each call counts."""
         pins = self.pins
-        for page in pages:
-            pins[page] = pins.get(page, 0) + 1
+        if pins.keys().isdisjoint(pages):
+            pins.update(dict.fromkeys(pages, 1))
+        else:
+            for page in pages:
+                pins[page] = pins.get(page, 0) + 1
 
     def unpin(self, pages: Iterable[int]) -> list[int]:
         """Take back one ``pin`` of each page; returns pages freed because ``clear`` unbound them."""
@@ -265,13 +291,20 @@ class PageTable:
         """Mark sealed pages, and the chains they hang on, as used now."""
         self._tick += 1
         tick, used, parents = self._tick, self._used, self._parents
+        before = NO_PAGE
         for page in pages:
-            at: int | None = page
-            while at is not None and used[at] != tick:
-                used[at] = tick
-                above = parents[at]
-                # A prefix comes in order, so the page above is nearly always marked already.
-                at = None if above == NO_PAGE or used[above] == tick else self._parent(at)
+            used[page] = tick
+            above = parents[page]
+            # A prefix comes in order: the page above is nearly always the one before.
+            if above != before and above != NO_PAGE and used[above] != tick:
+                self._use_chain(page)
+            before = page
+
+    def _use_chain(self, page: int) -> None:
+        at = self._parent(page)
+        while at is not None and self._used[at] != self._tick:
+            self._used[at] = self._tick
+            at = self._parent(at)
 
     def _evictable(self, page: int) -> bool:
         return self.states[page] == _SEALED and not self._children[page] and page not in self.pins
