@@ -20,6 +20,7 @@ import mmap
 import os
 import select
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -123,6 +124,8 @@ class Channel:
         except OSError as error:
             if isinstance(error, PermissionError):
                 remedy = f"uid {os.getuid()} may not use this socket: start the daemon with --allow-uid {os.getuid()}"
+            elif _is_other_file(self.path):
+                remedy = "the file is no socket: name the daemon's socket"
             else:
                 remedy = "start one with `sharedmirrord --memory SIZE`, or set SHAREDMIRROR_SOCKET"
             raise DaemonUnavailable(
@@ -504,6 +507,13 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     return data, list(fds)
+
+
+def _is_other_file(path: str) -> bool:
+    try:
+        return not stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _close_all(fds: list[int]) -> None:

@@ -266,6 +266,10 @@ class Client:
         finally:
             self._channel.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"session={self._channel.session}"
+        return f"<Client socket={self._channel.path!r} pool={self.pool} pages={self.num_host_pages} {state}>"
+
     def __enter__(self) -> Client:
         return self
 
