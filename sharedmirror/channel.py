@@ -41,7 +41,8 @@ from sharedmirror.types import Role
 
 log = logging.getLogger("sharedmirror")
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+"""A larger buffer is mapped afresh by each read: 38 us instead of 3."""
 _WAIT_MARGIN_S = 5.0
 """A call that asks the daemon to wait gives it this much longer to answer."""
 _TRY_S = 2.0
