@@ -23,6 +23,9 @@ bytes, times in seconds; later releases add fields and take none away under the 
 - ``ended``, the last 100 sessions, each: ``id``, ``pid``, ``engine``, ``role``, ``rank``, ``pool``, ``how``, ``ago_s``.
 - ``quarantine``, each: ``pool``, ``lease``, ``pages`` (a count), ``session``, ``pid``, ``missing``, ``holders``.
 - ``alarms``, each: ``code``, ``message``.
+
+``sharedmirror watch --json`` prints one object a batch: ``kind`` and ``keys`` (in hex) as ``sharedmirror.watching``
+tells them, ``position`` ([instance, epoch, pool, sequence], null until a snapshot is complete).
 """
 
 from __future__ import annotations
@@ -127,13 +130,14 @@ def watch(
     name: Annotated[str, typer.Option("--pool", help="The pool's name, as `status` shows it.")] = "default",
     tag: Annotated[str | None, typer.Option(help="The pool's tag, where several pools have this name.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with keys in hex.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds that the pool, or the daemon, may be away.")] = 30.0,
     socket: Annotated[str | None, typer.Option(help="The daemon's socket, if not the default one.")] = None,
 ) -> None:
     """Follow which keys a pool holds, one line a batch, until Ctrl-C. Exit code 3 if no daemon answers."""
     from sharedmirror.watching import watch as follow
 
     try:
-        with follow(socket, name, tag) as changes:
+        with follow(socket, name, tag, wait_s=wait) as changes:
             for change in changes:
                 # Without --json no key is shown: lines like these end up in logs.
                 line = f"{change.kind.value} {len(change.keys)} keys"
