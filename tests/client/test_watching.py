@@ -258,7 +258,7 @@ def test_another_instance_is_a_gap(start: Starter, processes: Processes) -> None
         processes.engine(second.socket, answers=True, engine="next")
         with connect(second.socket, engine="next") as client:
             Engine(second, processes.workers[1:], client, "default").write(b"b")
-            # The same epoch and sequence as before, of another instance.
+            # Epoch, ids and sequence begin anew: only the instance surely tells the two apart.
             router.catch_up(second.socket)
             assert router.keys == {b"b"}
             assert ChangeKind.GAP in router.kinds
