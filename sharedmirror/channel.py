@@ -467,6 +467,12 @@ class Channel:
         if self._void is not None:
             raise InstanceChanged(self._void.message, **self._void.ids)
 
+    def interrupt(self) -> None:
+        """End the connection under a call in another thread, which then raises; ``close`` need not wait for it."""
+        if os.getpid() == self._pid:  # a forked child has its parent's connection
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket and the descriptors; may be called again.
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sharedmirror.errors import InstanceChanged
-from sharedmirrord.core import hits, leases, machine, sessions
+from sharedmirrord.core import changes, hits, leases, machine, sessions
 from sharedmirrord.core.durable import Put
 from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Session, State, pack_bits
 from sharedmirrord.core.pages import PageTable
@@ -222,6 +222,26 @@ def a_wrong_token_is_accepted(patch: pytest.MonkeyPatch) -> None:
 def drained_is_not_asked_again_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(leases, "ask_again", lambda state, session, out: None)
     patch.setattr(hits, "ask_again", lambda state, session, out: None)
+
+
+@bug("watch: pool")
+def a_clear_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    _silence(patch, changes.CLEARED)
+
+
+@bug("watch: pool")
+def an_eviction_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    _silence(patch, changes.EVICTED)
+
+
+def _silence(patch: pytest.MonkeyPatch, silent: int) -> None:
+    add = changes.ChangeLog.add
+
+    def wrong(self: changes.ChangeLog, kind: int, key: bytes) -> None:
+        if kind != silent:
+            add(self, kind, key)
+
+    patch.setattr(changes.ChangeLog, "add", wrong)
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -15,12 +15,15 @@ import heapq
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 
+from sharedmirrord.core.changes import CLEARED, EVICTED, SEALED, ChangeLog
 from sharedmirrord.core.durable import NO_PAGE, Slot
 from sharedmirrord.core.transitions import TRANSITIONS, InvalidTransition, PageEvent, PageState
 
 _FREE, _LEASED, _SEALED = PageState.FREE, PageState.LEASED, PageState.SEALED
 _PAGE_BITS = 32
 _PAGE_MASK = (1 << _PAGE_BITS) - 1
+_SCAN_PAGES = 16384
+"""Looked at in one call of ``readable``: about a millisecond of work."""
 
 
 class PageTable:
@@ -38,6 +41,7 @@ class PageTable:
         self.counts[PageState.RESERVED] = 1
         self.counts[_FREE] = pages - 1
         self.evictions = 0
+        self.changes = ChangeLog()
         self._free = array("I", range(pages - 1, 0, -1))
         self._parents = array("I", [NO_PAGE]) * pages
         self._parent_generations = array("Q", bytes(8 * pages))
@@ -131,6 +135,7 @@ class PageTable:
         """
         self._tick += 1
         index, keys, used, tick = self.index, self.keys, self._used, self._tick
+        note = self.changes.add
         sealed: list[int] = []
         linked: list[int] = []
         duplicates: list[list[int]] = []
@@ -143,6 +148,7 @@ class PageTable:
             self._move(page, PageEvent.SEAL)
             keys[page] = key
             index[key] = page
+            note(SEALED, key)
             used[page] = tick
             sealed.append(page)
             if parent_key is not None:
@@ -206,6 +212,7 @@ class PageTable:
         self.keys[page] = None
         if self.index.get(key) == page:
             del self.index[key]
+            self.changes.add(EVICTED, key)
         self._parents[page] = NO_PAGE
         self._children[page] = 0
         return key
@@ -229,6 +236,7 @@ class PageTable:
         freed = len(self.index) - sum(self.index.get(self.keys[page] or b"") == page for page in self.pins)
         self._stale.append((self.index, self._heap))
         self.index, self._heap = {}, []
+        self.changes.add(CLEARED, b"")
         self._awaited.clear()
         self._queued = bytearray(self.pages)
         return freed
@@ -255,6 +263,23 @@ class PageTable:
         self._move_all(freed, _SEALED, PageEvent.EVICT)
         self._free.extend(freed)
         return freed
+
+    def readable(self, start: int, limit: int) -> tuple[list[bytes], int | None]:
+        """Return up to ``limit`` readable keys in page order from page ``start`` on, and where to go on.
+
+        Looks at a bounded number of pages, so there may be more although few or none were found; None
+        says that the table is at its end.
+        """
+        keys, index = self.keys, self.index
+        end = min(start + _SCAN_PAGES, self.pages)
+        found: list[bytes] = []
+        for page in range(start, end):
+            key = keys[page]
+            if key is not None and index.get(key) == page:
+                if len(found) == limit:
+                    return found, page
+                found.append(key)
+        return found, end if end < self.pages else None
 
     # -- use and eviction order ------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from sharedmirror.errors import InstanceChanged, PoolInUse, PoolMismatch, PoolNo
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import hits, leases
 from sharedmirrord.core.durable import Delete, DropTable, Put
-from sharedmirrord.core.model import Effects, Ended, Peer, Session, SessionState, State
+from sharedmirrord.core.model import Effects, Ended, Peer, Pool, Session, SessionState, State
 
 
 def check_resume(state: State, number: int, peer: Peer) -> None:
@@ -91,20 +91,26 @@ def detach(state: State, session: Session, arguments: dict[str, Any], now: float
     return {}
 
 
+def pool_named(state: State, name: str, tag: str | None) -> Pool:
+    """Return the pool of this name; ``tag`` None: whichever there is. Raises PoolNotFound or PoolMismatch."""
+    pools = [pool for pool in state.pools.values() if pool.name == name and tag in (None, pool.tag)]
+    if not pools:
+        tagged = f" with tag {tag!r}" if tag is not None else ""
+        raise PoolNotFound(f"there is no pool {name!r}{tagged}; `sharedmirror status` lists those there are", pool=name)
+    if len(pools) > 1:
+        raise PoolMismatch(
+            f"{len(pools)} pools are named {name!r}; say which tag: {sorted(pool.tag for pool in pools)}"
+        )
+    return pools[0]
+
+
 def drop(state: State, name: str, tag: str | None, out: Effects) -> int:
     """Give a pool's memory and cache up; returns the bytes freed.
 
     Raises PoolNotFound, PoolMismatch when several tags have this name, and PoolInUse while any process,
     however it ended, may still map the pool.
     """
-    pools = [pool for pool in state.pools.values() if pool.name == name and tag in (None, pool.tag)]
-    if not pools:
-        raise PoolNotFound(f"there is no pool {name!r}" + (f" with tag {tag!r}" if tag is not None else ""))
-    if len(pools) > 1:
-        raise PoolMismatch(
-            f"{len(pools)} pools are named {name!r}; say which tag: {sorted(pool.tag for pool in pools)}"
-        )
-    (pool,) = pools
+    pool = pool_named(state, name, tag)
     users = [session for session in state.sessions.values() if session.pool == pool.id]
     if users or not pool.ready:
         pids = sorted({session.peer.pid for session in users} | {pid for session in users for pid in session.holders})
