@@ -15,7 +15,8 @@ bytes, times in seconds; later releases add fields and take none away under the 
   ``bytes_per_host_page`` (over all ranks), ``bytes_saved_per_host_page`` (spared by sharing),
   ``state`` ("forming", "ready"), ``ranks_attached`` (engine to its ranks),
   ``pages`` (counts: ``reserved``, ``free``, ``leased``, ``sealed``, ``pinned`` (of the sealed), ``quarantined``),
-  ``hits``, ``misses``, ``evictions``.
+  ``hits``, ``misses``, ``evictions``, ``engines`` (name to ``owned``: pages that it leased and that are still there;
+  ``held``: in open leases and hits; ``max_held``; ``share``: its fair share, 0 when it is not attached).
 - ``sessions``, each: ``id``, ``pid``, ``uid``, ``engine``, ``role`` ("worker", "scheduler", "observer"), ``rank``,
   ``pool``, ``state`` ("attached", "waiting", "lost", "dead", "detached"), ``age_s``, ``missing`` (evidence of its
   death that is missing: "process", "socket", "lock"), ``holders`` (pids that may hold its memory), ``pins``,

@@ -154,7 +154,7 @@ def snapshot(state: State) -> bytes:
     """Return all that the state means, without the last answers; equal bytes mean that nothing changed."""
     tables = [
         (t.states, t.generations, t.keys, t.index, t.pins, t.counts, t.evictions, t._free, t._parents, t._children,
-         t._used)
+         t._used, t._owners, t.owned)
         for t in (pool.table for pool in state.pools.values())
         if t is not None
     ]  # fmt: skip

@@ -128,9 +128,9 @@ def pinned_pages_are_evicted(patch: pytest.MonkeyPatch) -> None:
     )
     victims = PageTable._victims
 
-    def wrong(self: PageTable, wanted: int, protected: Any) -> list[int] | None:
+    def wrong(self: PageTable, *arguments: Any) -> list[int] | None:
         pins, self.pins = self.pins, {}
-        found = victims(self, wanted, protected)
+        found = victims(self, *arguments)
         self.pins = pins
         return found
 

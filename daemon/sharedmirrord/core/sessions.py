@@ -11,7 +11,7 @@ from typing import Any
 
 from sharedmirror.errors import InstanceChanged, PoolInUse, PoolMismatch, PoolNotFound, UsageError
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import hits, leases
+from sharedmirrord.core import hits, leases, shares
 from sharedmirrord.core.durable import Delete, DropTable, Put
 from sharedmirrord.core.model import Effects, Ended, Peer, Pool, Session, SessionState, State
 
@@ -83,6 +83,8 @@ def detach(state: State, session: Session, arguments: dict[str, Any], now: float
     hits.holder_ended(state, session, out)
     hits.worker_gone(state, session, out)
     _leave_rank(state, session)
+    if session.pool is not None:
+        shares.recount(state, state.pools[session.pool])
     state.moved = True
     if unmapped:
         forget(state, session, "detached", now, out)
@@ -137,6 +139,8 @@ def died(state: State, session: Session, now: float, out: Effects) -> None:
     leases.writer_ended(state, session, False, out)
     leases.owner_ended(state, session, out)
     hits.holder_ended(state, session, out)
+    if session.pool is not None:
+        shares.recount(state, state.pools[session.pool])
     state.moved = True
 
 
@@ -168,6 +172,8 @@ def forget(state: State, session: Session, how: str, now: float, out: Effects) -
         out.writes += [Delete("session", session.id), Delete("result", session.id)]
         _drop_empty_incarnations(state, out)
     del state.sessions[session.id]
+    if session.pool is not None:
+        shares.recount(state, state.pools[session.pool])
     state.survivors.discard(session.id)
     state.waiters = [waiter for waiter in state.waiters if waiter.session != session.id]
     out.forgotten.append(session.id)
