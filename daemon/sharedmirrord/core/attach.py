@@ -24,7 +24,7 @@ from sharedmirror.errors import (
 )
 from sharedmirror.types import REGION_ALIGNMENT_BYTES, Layout, Plane, PoolKind, Role
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import leases
+from sharedmirrord.core import leases, room
 from sharedmirrord.core.durable import CreateTable, Put
 from sharedmirrord.core.model import (
     Effects,
@@ -55,11 +55,14 @@ def attach(state: State, session: Session, arguments: dict[str, Any], now: float
     session.state = SessionState.WAITING
     if not state.ready:
         raise DaemonUnavailable("the daemon is still prefaulting its arena; `sharedmirror status` shows how far it is")
-    if session.role is Role.SCHEDULER:
-        return _attach_scheduler(state, session, arguments, out)
-    if session.role is not Role.WORKER:
+    if session.role is Role.OBSERVER:
         raise UsageError("an observer cannot attach", session=session.id)
-    return _attach_worker(state, session, arguments, out)
+    if session.role is Role.SCHEDULER:
+        body = _attach_scheduler(state, session, arguments, out)
+    else:
+        body = _attach_worker(state, session, arguments, out)
+    state.pools[body["pool"]].used = now
+    return body
 
 
 # -- schedulers ----------------------------------------------------------------------------------
@@ -340,7 +343,7 @@ def _form(state: State, pool: Pool, out: Effects) -> None:
             f"pool {pool.name!r} waits for ranks {missing} of {pool.properties.world_size} to attach", ranks=missing
         )
     try:
-        _allocate(state, pool)
+        _allocate(state, pool, out)
     except SharedMirrorError as error:
         pool.failure = error
         state.moved = True
@@ -353,7 +356,7 @@ def _form(state: State, pool: Pool, out: Effects) -> None:
     out.writes += [Put("pool", pool.id, pool.record()), Put("marks", pool.id, pool.marks())]
 
 
-def _allocate(state: State, pool: Pool) -> None:
+def _allocate(state: State, pool: Pool, out: Effects) -> None:
     """Group the planes by the ranks that share them, size the pool and take its regions."""
     owners: dict[tuple[str, int], list[int]] = {}
     known: dict[tuple[str, int], Plane] = {}
@@ -370,7 +373,7 @@ def _allocate(state: State, pool: Pool) -> None:
         groups.setdefault(tuple(holders), []).append(known[mark])
     properties = pool.properties
     per_page = sum(frame_bytes(planes) for planes in groups.values()) * properties.frames_per_page
-    free = state.space.free_bytes
+    free = room.available_bytes(state)
     pages = pool.num_host_pages
     if pages is None:
         pages = max(0, free // 2 - len(groups) * REGION_ALIGNMENT_BYTES) // per_page
@@ -379,10 +382,11 @@ def _allocate(state: State, pool: Pool) -> None:
         ranks: place(planes, pages * properties.frames_per_page, properties.layout) for ranks, planes in groups.items()
     }
     asked = sum(placement.size_bytes for placement in placements.values())
-    if pages < least or asked > free:
+    if pages < least or not room.reclaim(state, asked, pool, out):
         wanted = f"{max(pages, least)} pages of {per_page} bytes ({max(asked, least * per_page)} bytes)"
         raise ArenaFull(
-            f"pool {pool.name!r} asks for {wanted}; the arena has {free} of {state.space.size_bytes} bytes free. "
+            f"pool {pool.name!r} asks for {wanted}; the arena has {free} of {state.space.size_bytes} bytes free "
+            f"or in pools that nobody uses. "
             f"Ask for fewer host pages, or start the daemon with more --memory",
             asked=max(asked, least * per_page),
             free=free,

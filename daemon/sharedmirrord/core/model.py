@@ -152,6 +152,13 @@ class Pool:
     bytes_per_page: int = 0
     hits: int = 0
     misses: int = 0
+    used: float = 0.0
+    """When a session last came or went. Not durable: after a restart it is the time of adoption."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arena that the pool has."""
+        return sum(region.size_bytes for region in self.regions)
 
     def record(self) -> dict[str, Any]:
         """Return the durable form."""
@@ -306,6 +313,8 @@ class Effects:
     pushes: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
     """Sessions that are over: their files and descriptors may go."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the log, as key=value."""
 
 
 @dataclass

@@ -130,7 +130,7 @@ class _Recovery:
             arg.integer(value, "frames_per_page", 1),
         )
         name, tag, pages = arg.text(value, "name"), arg.text(value, "tag"), arg.integer(value, "num_host_pages", 1)
-        pool = Pool(number, name, tag, properties, pages, former=0, ready=True)
+        pool = Pool(number, name, tag, properties, pages, former=0, ready=True, used=self._now)
         clears, high = self._records["marks", number]
         marks = {"number": clears, "high": high}
         pool.number, pool.generation_high = arg.integer(marks, "number", 1), arg.integer(marks, "high")

@@ -11,8 +11,8 @@ from typing import Any
 
 from sharedmirror.errors import InstanceChanged, PoolInUse, PoolMismatch, PoolNotFound, UsageError
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import hits, leases
-from sharedmirrord.core.durable import Delete, DropTable, Put
+from sharedmirrord.core import hits, leases, room
+from sharedmirrord.core.durable import Delete, Put
 from sharedmirrord.core.model import Effects, Ended, Peer, Session, SessionState, State
 
 
@@ -105,22 +105,11 @@ def drop(state: State, name: str, tag: str | None, out: Effects) -> int:
             f"{len(pools)} pools are named {name!r}; say which tag: {sorted(pool.tag for pool in pools)}"
         )
     (pool,) = pools
-    users = [session for session in state.sessions.values() if session.pool == pool.id]
+    users = room.users(state, pool)
     if users or not pool.ready:
         pids = sorted({session.peer.pid for session in users} | {pid for session in users for pid in session.holders})
         raise PoolInUse(f"pool {name!r} is in use by processes {pids}; end them first", pids=pids)
-    held = [lease.pool for lease in state.leases.values()] + [hit.pool for hit in state.hits.values()]
-    if pool.id in held:
-        raise RuntimeError(f"pool {name!r} has leases or hits and no session")
-    for region in pool.regions:
-        for _arena, offset, size_bytes in region.extents:
-            state.space.release(offset, size_bytes)
-    del state.pools[pool.id]
-    if pool.table is not None:
-        out.writes.append(DropTable(pool.id))
-    out.writes += [Delete("pool", pool.id), Delete("marks", pool.id)]
-    state.moved = True
-    return sum(region.size_bytes for region in pool.regions)
+    return room.drop(state, pool, out)
 
 
 def died(state: State, session: Session, now: float, out: Effects) -> None:
@@ -153,6 +142,7 @@ def forget(state: State, session: Session, how: str, now: float, out: Effects) -
     incarnation = state.incarnations.get(session.incarnation) if session.incarnation is not None else None
     if incarnation is not None and session.pool is not None:
         pool = state.pools[session.pool]
+        pool.used = now
         state.ended.append(
             Ended(
                 session.id, session.peer.pid, incarnation.engine, session.role.value, session.rank, pool.name, how, now
