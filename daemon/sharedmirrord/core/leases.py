@@ -23,6 +23,7 @@ from sharedmirror.errors import (
 )
 from sharedmirror.types import PoolKind
 from sharedmirrord.core import arguments as arg
+from sharedmirrord.core import growth
 from sharedmirrord.core.durable import Delete, Put, SetSlots
 from sharedmirrord.core.model import Effects, OpenLease, Pool, Session, SessionState, State, each_bit, pack_bits
 from sharedmirrord.core.pages import PageTable
@@ -89,6 +90,7 @@ def _open(
             f"{wanted} pages were asked for; pool {pool.name!r} leases {table.pages - 1} at most", asked=wanted
         )
     writers = _writers(state, session, pool)
+    growth.grow(state, pool, wanted, out)
     granted = table.grant(wanted, protected or (), may_evict=not state.survivors)
     if granted is None:
         raise _no_pages(state, pool, table, wanted)
@@ -129,6 +131,8 @@ def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int) -> NoPage
         f"{wanted} pages were asked for; pool {pool.name!r} has {free} free and {sealed} sealed pages, "
         f"of which {len(table.pins)} are pinned"
     )
+    if pool.elastic is not None:
+        message += f"; {pool.elastic.backed} of {table.pages} have memory"
     if state.survivors:
         pids = sorted(state.sessions[number].peer.pid for number in state.survivors)
         message += f"; after a restart nothing is evicted until the processes {pids} have resumed or are proven gone"

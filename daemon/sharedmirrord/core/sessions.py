@@ -11,7 +11,7 @@ from typing import Any
 
 from sharedmirror.errors import InstanceChanged, PoolInUse, PoolMismatch, PoolNotFound, UsageError
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import hits, leases, room
+from sharedmirrord.core import growth, hits, leases, room
 from sharedmirrord.core.durable import Delete, Put
 from sharedmirrord.core.model import Effects, Ended, Peer, Session, SessionState, State
 
@@ -53,6 +53,7 @@ def resume(
         hits.let_go(state, state.hits[number], out)
     leases.ask_again(state, session, out)
     hits.ask_again(state, session, out)
+    growth.ask_again(state, session, out)
 
 
 def withdraw(state: State, session: Session, out: Effects) -> None:
@@ -61,7 +62,6 @@ def withdraw(state: State, session: Session, out: Effects) -> None:
         pool.announced = {rank: holder for rank, holder in pool.announced.items() if holder != session.id}
         pool.planes = {rank: planes for rank, planes in pool.planes.items() if rank in pool.announced}
         pool.asked = {rank: count for rank, count in pool.asked.items() if rank in pool.announced}
-        pool.num_host_pages = next((count for count in pool.asked.values() if count is not None), None)
         state.moved = True
         if not pool.announced:
             del state.pools[pool.id]
@@ -151,6 +151,7 @@ def forget(state: State, session: Session, how: str, now: float, out: Effects) -
         incarnation.sessions.discard(session.id)
         out.writes += [Delete("session", session.id), Delete("result", session.id)]
         _drop_empty_incarnations(state, out)
+    growth.worker_gone(state, session)
     del state.sessions[session.id]
     state.survivors.discard(session.id)
     state.waiters = [waiter for waiter in state.waiters if waiter.session != session.id]
