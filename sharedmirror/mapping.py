@@ -20,7 +20,8 @@ import errno
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -109,9 +110,6 @@ class RegionMapping:
 
     def extend(self, fds: Sequence[int], extents: Sequence[Extent]) -> None:
         """Map what ``extents``, the region's parts from its beginning, have beyond ``backed_bytes``."""
-        owner = self._owner()  # held: the mapping cannot go meanwhile
-        if owner is None:
-            return
         more, start = [], 0
         for arena, offset, length in extents:
             seen = min(length, max(0, self.backed_bytes - start))
@@ -120,26 +118,40 @@ class RegionMapping:
             start += length
         if start > self.size_bytes:
             raise MemoryFault(f"the region has extents of {start} bytes and addresses for {self.size_bytes}")
-        if more:
-            _check_extents(fds, more)
-            self._map(fds, more, self.backed_bytes)
-            before, self.backed_bytes = self.backed_bytes, start
-            try:
-                for registration in self._registrations:
-                    registration.extend(self.address + start)
-            except BaseException:
-                self.cut(before)
-                raise
+        if not more:
+            return
+        _check_extents(fds, more)
+        with self._kept() as mapped:
+            if mapped:
+                before, self.backed_bytes = self.backed_bytes, start
+                try:
+                    self._map(fds, more, before)
+                    for registration in self._registrations:
+                        registration.extend(self.address + start)
+                except BaseException:
+                    self._cut(before)
+                    raise
 
     def cut(self, size_bytes: int) -> None:
         """Keep the first ``size_bytes``; the rest is unregistered and unmapped, and reads as zeros from now on."""
-        owner = self._owner()
-        if owner is None or size_bytes >= self.backed_bytes:
-            return
+        with self._kept() as mapped:
+            if mapped and size_bytes < self.backed_bytes:
+                self._cut(size_bytes)
+
+    def _cut(self, size_bytes: int) -> None:
         for registration in self._registrations:
             registration.cut(self.address + size_bytes)
         self._empty(size_bytes, self.backed_bytes)
         self.backed_bytes = size_bytes
+
+    @contextmanager
+    def _kept(self) -> Iterator[bool]:
+        """Keep the mapping from going meanwhile; tells whether it is there: else something else may lie there."""
+        owner = self._owner()
+        try:
+            yield owner is not None
+        finally:
+            del owner  # the frames of an error live as long as the error
 
     def _map(self, fds: Sequence[int], extents: Sequence[Extent], at: int) -> None:
         for arena, offset, length in extents:
