@@ -11,6 +11,8 @@ from sharedmirror.types import Plane
 from sharedmirrord.core import growth, machine
 from sharedmirrord.core.elastic import Elastic
 from sharedmirrord.core.model import Effects
+from sharedmirrord.core.recover import DamagedRecords, recover
+from sharedmirrord.core.report import report
 from sharedmirrord.core.transitions import PageState
 from tests.daemon.core_driver import MIB, Driver, Engine
 from tests.daemon.durable_driver import DurableDriver
@@ -396,3 +398,51 @@ def test_a_step_with_more_pages_than_one_event_looks_at(driver: Notes, monkeypat
     assert (driver.state.giving, driver.table("a").evictions) == (False, STEP)
     driver.answer(a.workers[0])
     assert not driver.waits(worker, request)
+
+
+def test_the_status_tells_how_far_a_pool_is(driver: Notes) -> None:
+    a = full(driver)
+    waiting(driver, "b", (2 * STEP, 4 * STEP))
+    told, forming = report(driver.state, driver.now)["pools"]
+    names = ("num_host_pages", "min_host_pages", "backed_pages", "giving_back_pages", "giving_back_awaits")
+    pid = driver.state.sessions[a.workers[0]].peer.pid
+    assert [told[name] for name in names] == [8 * STEP, 2, 8 * STEP, 2 * STEP, [pid]]
+    assert [forming[name] for name in names] == [4 * STEP, 2 * STEP, None, 0, []]
+
+
+# -- records that contradict each other
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda e: [1, *e[1:]], "has 1 to 256 pages"),
+        (lambda e: [300, *e[1:]], "has 300 to 256 pages"),
+        (lambda e: [*e[:2], 100, e[3]], "has memory for 100"),
+        (lambda e: [*e[:2], 7 * STEP, None], "has other regions than pages"),
+        (lambda e: [*e[:3], [1 << 40, 7 * STEP]], "gives back down to 224 of 256"),
+        (lambda e: [*e[:3], [1, 8 * STEP]], "gives back down to 256 of 256"),
+        (lambda e: [*e[:3], [1, 7 * STEP + 1]], "gives back down to 225"),
+        (lambda e: [*e[:3], [1, 6 * STEP]], "is in use and has no memory"),
+        (lambda e: [*e[:3], "x"], "contradict each other"),
+        (lambda e: [0, 0], "contradict each other"),
+    ],
+)
+def test_damaged_records_are_refused(driver: Notes, change: Any, words: str) -> None:
+    full(driver)
+    waiting(driver, "b", (STEP, 4 * STEP))
+    records = dict(driver.store.records())
+    ((key, value),) = [(key, value) for key, value in records.items() if key[0] == "pool"]
+    records[key] = value | {"elastic": change(value["elastic"])}
+    with pytest.raises(DamagedRecords, match=words):
+        recover(records, driver.store.slots, 16 * MIB, 5.0)
+
+
+def test_a_lease_of_a_page_without_memory_is_refused(driver: Notes) -> None:
+    a = engine(driver, "a")
+    a.lease(3)
+    records = dict(driver.store.records())
+    ((key, value),) = [(key, value) for key, value in records.items() if key[0] == "lease"]
+    records[key] = value | {"pages": [1, 2, 40]}
+    with pytest.raises(DamagedRecords, match="page 40, which has no memory"):
+        recover(records, driver.store.slots, 16 * MIB, 5.0)
