@@ -30,6 +30,7 @@ from sharedmirror.types import (
 
 _GOODBYE_S = 2.0
 _PRUNE_AT = 1024
+_KEY_LENGTHS = frozenset(range(1, MAX_KEY_BYTES + 1))
 _STATES = {"h": KeyState.HIT, "p": KeyState.PENDING, "m": KeyState.MISS}
 
 
@@ -92,22 +93,31 @@ def connect(
     launch: str | None = None,
     timeout_s: float = 10.0,
     wait_s: float = 30.0,
+    max_held: int | None = None,
 ) -> Client:
     """Connect to the pool ``name`` as the scheduler of ``engine``.
 
     ``launch`` tells this start of the engine from an earlier one; it defaults to
     ``$SHAREDMIRROR_LAUNCH_ID``. ``timeout_s`` bounds each call; ``wait_s`` bounds the wait for the
-    engine's workers to create the pool. Raises DaemonUnavailable, PoolNotFound, PoolMismatch (several
+    engine's workers to create the pool.
+
+    ``max_held`` bounds the pages that the engine holds at a time, in open leases and in hits that are not
+    released and drained (a page in two hits counts twice). Lookups beyond it return shorter hits, leases
+    raise NoPages. The default is the fair share: the pool over the engines attached, so all of it for an
+    engine alone. Another scheduler of the engine that names a bound replaces it.
+
+    Raises DaemonUnavailable, PoolNotFound, PoolMismatch (several
     pools of this name), WrongPoolKind (a static pool) or EngineBusy.
     """
     wait_s = _wait(wait_s)
     check_text("name", name)
     check_text("engine", engine)
+    if max_held is not None and (isinstance(max_held, bool) or not isinstance(max_held, int) or max_held < 1):
+        raise UsageError(f"max_held must be a positive number of pages, not {max_held!r:.40}")
     channel = Channel.open(socket, role=Role.SCHEDULER, timeout_s=timeout_s)
     try:
-        body = channel.call(
-            "attach", pool=name, engine=engine, launch=launch or os.environ.get("SHAREDMIRROR_LAUNCH_ID"), wait_s=wait_s
-        )
+        launch = launch or os.environ.get("SHAREDMIRROR_LAUNCH_ID")
+        body = channel.call("attach", pool=name, engine=engine, launch=launch, wait_s=wait_s, max_held=max_held)
     except BaseException:
         channel.close()
         raise
@@ -164,7 +174,9 @@ class Client:
     def lease(self, n: int, *, wait_s: float = 0) -> Lease:
         """Lease ``n`` pages for writing by all ranks of the engine: all of them or none.
 
-        Evicts what is least recently used. Raises NoPages, after waiting up to ``wait_s`` seconds;
+        Evicts what is least recently used; of an engine over its fair share first. Raises NoPages, after
+        waiting up to ``wait_s`` seconds, also when the engine would hold too much or, over its own share,
+        could only take from engines within theirs;
         RanksMissing while not all ranks are attached; UsageError for fewer than 1 or more than the pool
         leases.
         """
@@ -206,7 +218,8 @@ class Client:
         """Find readable pages and pin them: the longest prefix, or each key by itself.
 
         With ``wait_s``, waits that many seconds for keys that are being written and would make the answer
-        longer; ends early when their last writer fails.
+        longer; ends early when their last writer fails. What the engine may not hold (``max_held``) is
+        reported as a miss.
         """
         body = self._call("lookup", keys=_keys(keys), mode=mode, wait_s=_wait(wait_s))
         pages: tuple[PageId, ...] = tuple(body["pages"])
@@ -265,6 +278,10 @@ class Client:
         finally:
             self._channel.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"session={self._channel.session}"
+        return f"<Client socket={self._channel.path!r} pool={self.pool} pages={self.num_host_pages} {state}>"
+
     def __enter__(self) -> Client:
         return self
 
@@ -283,7 +300,7 @@ def _keys(keys: Sequence[bytes]) -> list[bytes]:
         raise KeyInputError("keys must be a sequence of bytes, not one of them")
     listed = list(keys)
     # The quick test first: calls carry hundreds of keys, nearly always good ones.
-    if all(type(key) is bytes and 0 < len(key) <= MAX_KEY_BYTES for key in listed):
+    if set(map(type, listed)) <= {bytes} and set(map(len, listed)) <= _KEY_LENGTHS:
         return listed
     for position, key in enumerate(listed):
         if not isinstance(key, bytes) or not 0 < len(key) <= MAX_KEY_BYTES:

@@ -404,6 +404,11 @@ class SharedHostMirror:
         self._pairs = ()
         self._attachment.leave()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._gate.closed else f"rank={self._rank}"
+        kind, layout = self._kind.value, self._layout.value
+        return f"<SharedHostMirror pages={kind!r} layout={layout!r} num_host_pages={self.num_host_pages} {state}>"
+
     def __enter__(self) -> SharedHostMirror:
         self._gate.check()
         return self

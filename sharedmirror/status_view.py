@@ -39,6 +39,7 @@ def render(status: Map) -> list[RenderableType]:
         _daemon(_map(status, "daemon"), _map(status, "arena")),
         _pools(pools),
         _pages(pools),
+        _engines(pools),
         _sessions(sessions, names),
         _leases(sessions),
         _ended(_maps(status, "ended"), names),
@@ -120,6 +121,15 @@ def _pages(pools: list[Map]) -> RenderableType | None:
         totals = [pool.get(total) for total in ("hits", "misses", "evictions")]
         _add_row(table, _of(pool, "name"), *map(_count, counts + totals))
     return table if pools else None
+
+
+def _engines(pools: list[Map]) -> RenderableType | None:
+    table = _table("Engines", "pool", "engine", "pages", "fair share", "held", "may hold", numbers_from=2)
+    for pool in pools:
+        for engine, has in _map(pool, "engines").items():
+            counts = [_map({"has": has}, "has").get(name) for name in ("owned", "share", "held", "max_held")]
+            _add_row(table, _of(pool, "name"), str(engine), *map(_count, counts))
+    return table if table.row_count else None
 
 
 def _sessions(sessions: list[Map], names: Mapping[Any, str]) -> RenderableType | None:

@@ -51,6 +51,7 @@ SAMPLE: dict[str, Any] = {
             "misses": 6_262,
             "evictions": 7_373,
             "number": 9,
+            "engines": {"eng-c": {"owned": 408, "held": 199, "max_held": 205, "share": 559}},
         }
     ],
     "sessions": [
@@ -123,6 +124,7 @@ def shown(status: dict[str, Any], width: int = 80) -> str:
         "5001", "1000", "worker 2", "lost", "75 s", "no proof: lock", "held by 5077", "scheduler", "3.0 s",
         "88", "10 min", "1, 3", "revoked",
         "4999", "eng-z", "worker 1", "died", "2 d 7 h",
+        "eng-c", "408", "199", "205", "559",
         "77", "4998", "socket", "6006, 6007",
         "alarm old_lease: lease 88 is 600 s old",
     ],
@@ -151,7 +153,7 @@ def test_it_fits_into_80_columns_without_cutting_a_number() -> None:
 def test_an_empty_daemon_shows_no_empty_tables() -> None:
     text = shown({**SAMPLE, "pools": [], "sessions": [], "ended": [], "quarantine": [], "alarms": []})
     assert "Daemon" in text
-    for title in ("Pools", "Pages", "Sessions", "Leases", "Ended", "Quarantine", "alarm"):
+    for title in ("Pools", "Pages", "Engines", "Sessions", "Leases", "Ended", "Quarantine", "alarm"):
         assert title not in text
 
 

@@ -75,7 +75,8 @@ class Judge:
             return {"usage"}
         if self.model.writers(session, pool) is None:
             return {"ranks_missing"}
-        return None if self.model.grantable(pool, wanted, protected) else {"no_pages"}
+        victims = self.model.victims(pool, session.engine, wanted, protected)
+        return {"no_pages"} if victims is None or self.model.room(session) < wanted else None
 
     def _refused_lease(self, op: str, session: ModelSession, arguments: Arguments) -> set[str] | None:
         lease = self.model.leases.get(arguments["lease"])
@@ -114,7 +115,9 @@ class Judge:
         assert body["pending"] == [key for key in keys if key in pending and key not in pool.binding]
         assert body["keys"] == wanted
         if wanted:
-            self.model.grant(session, body, wanted, [parents[key] for key in wanted])
+            protected = [key for key in [*keys, arguments["parent"]] if key in pool.binding]
+            self.model.grant(session, body, wanted, [parents[key] for key in wanted], protected)
+        pool.use(known)
         assert before == {page: pool.pages[page].generation for page in known}, "a key of the call was evicted for it"
 
     def _commit(self, session: ModelSession, pool: ModelPool, arguments: Arguments, body: Body) -> None:
@@ -166,12 +169,28 @@ class Judge:
             length = next((at for at, key in enumerate(keys) if key not in binding), len(keys))
             pages = pages[:length]
             letters = "h" * length + "".join("p" if key in pending else "m" for key in keys[length:])
+        pages, letters = self._held_back(session, arguments["mode"], pages, letters)
         assert body["pages"] == pages, f"invariant 5: {body['pages']} instead of {pages}"
         assert body["states"] == letters
         found = {page: pool.pages[page].generation for page in pages if page >= 0}
         assert bool(body["hit"]) == bool(found)
         if found:
+            pool.use(found)
             self.model.hits[body["hit"]] = ModelHit(body["hit"], pool, session.incarnation, session.id, found)
+
+    def _held_back(self, session: ModelSession, mode: str, pages: list[int], letters: str) -> tuple[list[int], str]:
+        """What is left of an answer to a lookup when the engine may not hold all of it."""
+        room = max(0, self.model.room(session))
+        there = [at for at, page in enumerate(pages) if page >= 0]
+        if len(there) <= room:
+            return pages, letters
+        if mode == "prefix":
+            return pages[:room], "h" * room + "m" * (len(letters) - room)
+        late = set(there[room:])
+        return (
+            [-1 if at in late else page for at, page in enumerate(pages)],
+            "".join("m" if at in late else letter for at, letter in enumerate(letters)),
+        )
 
     def _contains(self, session: ModelSession, pool: ModelPool, arguments: Arguments, body: Body) -> None:
         pending = self.model.pending(pool)
@@ -179,7 +198,9 @@ class Judge:
         assert body["states"] == "".join(letters)
 
     def _touch(self, session: ModelSession, pool: ModelPool, arguments: Arguments, body: Body) -> None:
-        assert body["touched"] == sum(key in pool.binding for key in arguments["keys"])
+        found = [pool.binding[key] for key in arguments["keys"] if key in pool.binding]
+        assert body["touched"] == len(found)
+        pool.use(found)
 
     def _release(self, session: ModelSession, pool: ModelPool, arguments: Arguments, body: Body) -> None:
         for number in arguments["hits"]:

@@ -22,6 +22,7 @@ from sharedmirrord.core.model import Effects, OpenLease, Peer, Pool, State, each
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.regions import ArenaSpace
 from sharedmirrord.core.transitions import PageState
+from tests.daemon.followers import Followers
 
 MIB = 1 << 20
 
@@ -153,7 +154,7 @@ def snapshot(state: State) -> bytes:
     """Return all that the state means, without the last answers; equal bytes mean that nothing changed."""
     tables = [
         (t.states, t.generations, t.keys, t.index, t.pins, t.counts, t.evictions, t._free, t._parents, t._children,
-         t._used)
+         t._used, t._owners, t.owned)
         for t in (pool.table for pool in state.pools.values())
         if t is not None
     ]  # fmt: skip
@@ -175,6 +176,7 @@ class Driver:
         self.pushes: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.forgotten: list[int] = []
         self.requests: dict[int, int] = defaultdict(int)
+        self.followers = Followers()
         if ready:
             self.apply(machine.Ready())
 
@@ -193,6 +195,7 @@ class Driver:
 
     def check(self) -> None:
         problems = [p for pool in self.state.pools.values() if pool.table for p in pool.table.problems()]
+        problems += self.followers.problems(self.state)
         assert problems == [], problems
         differences = self.records.differences(self.state)
         assert differences == [], f"records: {differences}"

@@ -32,6 +32,8 @@ class CoreInvariants(RuleBasedStateMachine):
         """The last request of each session that changes something."""
         self.names: dict[int, tuple[str, str]] = {}
         """Pool and engine of each session."""
+        self.bounds: dict[int, int | None] = {}
+        """The ``max_held`` that a scheduler's attach named."""
         self.seen: dict[tuple[int, int], int] = {}
         self.marks: dict[int, list[int]] = {}
 
@@ -65,7 +67,9 @@ class CoreInvariants(RuleBasedStateMachine):
             if self.names[other.id] == name and other.incarnation != incarnation:
                 assert other.life in DEAD, f"invariant 4: session {other.id} of the launch before is still there"
         self.names[session] = name
-        self.model.joined(ModelSession(session, role, pool.id, incarnation, rank))
+        if self.bounds.get(session) is not None:
+            self.model.max_held[incarnation] = self.bounds[session] or 0
+        self.model.joined(ModelSession(session, role, pool.id, incarnation, rank, name[1]))
 
     def ask(self, session: ModelSession, op: str, **arguments: Any) -> None:
         """Send a request. What ``drained`` says is evidence from now on."""

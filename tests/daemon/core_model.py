@@ -6,6 +6,7 @@ only the incarnation that an attach joined. Failures begin with the number of th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,9 @@ class ModelPage:
     bound: bool = False
     parent_key: bytes | None = None
     parent: tuple[int, int] | None = None
+    owner: str = ""
+    """The engine that leased it."""
+    used: int = 0
 
 
 @dataclass
@@ -35,6 +39,18 @@ class ModelPool:
     pages: list[ModelPage]
     number: int = 1
     binding: dict[bytes, int] = field(default_factory=dict)
+    tick: int = 0
+
+    def use(self, pages: Iterable[int]) -> None:
+        """Mark pages and all that they hang on as used now."""
+        self.tick += 1
+        for page in pages:
+            at: int | None = page
+            while at is not None and self.pages[at].used != self.tick:
+                self.pages[at].used = self.tick
+                parent, generation = self.pages[at].parent or (None, 0)
+                there = parent is not None and self.pages[parent].state == "sealed"
+                at = parent if there and self.pages[parent or 0].generation == generation else None
 
 
 @dataclass
@@ -44,6 +60,7 @@ class ModelSession:
     pool: int
     incarnation: int
     rank: int | None
+    engine: str = ""
     life: str = "attached"
     connected: bool = True
 
@@ -92,6 +109,8 @@ class Model:
         self.leases: dict[int, ModelLease] = {}
         self.hits: dict[int, ModelHit] = {}
         self.ended_leases: list[int] = []
+        self.max_held: dict[int, int] = {}
+        """What an incarnation's scheduler asked for."""
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -145,7 +164,12 @@ class Model:
     # -- leases ----------------------------------------------------------------------------------
 
     def grant(
-        self, session: ModelSession, body: dict[str, Any], keys: list[bytes], parents: list[bytes | None]
+        self,
+        session: ModelSession,
+        body: dict[str, Any],
+        keys: list[bytes],
+        parents: list[bytes | None],
+        protected: Iterable[bytes] = (),
     ) -> None:
         pool = self.pools[session.pool]
         writers = self.writers(session, pool)
@@ -156,6 +180,7 @@ class Model:
             dict(zip(pages, keys, strict=False)), dict(zip(pages, parents, strict=False)),
             committed={rank: set() for rank in writers}, drained={rank: set() for rank in writers},
         )  # fmt: skip
+        expected = self.victims(pool, session.engine, len(pages), [pool.binding[k] for k in protected])
         evicted = set()
         for page, generation in zip(pages, body["generations"], strict=True):
             assert 0 < page < len(pool.pages), f"page {page} cannot be leased"
@@ -166,22 +191,58 @@ class Model:
             if before.bound and before.key is not None:
                 evicted.add((page, before.generation))
                 del pool.binding[before.key]
-            pool.pages[page] = ModelPage("leased", generation, lease)
+            pool.pages[page] = ModelPage("leased", generation, lease, owner=session.engine)
         assert len(body["evicted"]) == len(evicted), "the answer names other evictions than there were"
+        assert {page for page, _ in evicted} == set(expected or ()), f"shares: {evicted} went, {expected} should"
         orphans = [p for p in pool.binding.values() if pool.pages[p].parent in evicted]
         assert orphans == [], f"evicted before their children {orphans}"
         self.leases[number] = lease
 
-    def grantable(self, pool: ModelPool, wanted: int, protected: Iterable[int] = ()) -> bool:
-        """Whether enough pages are free or evictable, leaves first."""
-        stay: set[int] = set()
-        for page in [*self.pinned(pool), *protected]:
-            at: tuple[int, int] | None = (page, pool.pages[page].generation)
-            while at is not None and pool.pages[at[0]].generation == at[1] and at[0] not in stay:
-                stay.add(at[0])
-                at = pool.pages[at[0]].parent
-        free = sum(page.state == "free" for page in pool.pages[1:])
-        return free + sum(page not in stay for page in pool.binding.values()) >= wanted
+    # -- shares ----------------------------------------------------------------------------------
+
+    def attached(self, pool: ModelPool) -> set[str]:
+        return {s.engine for s in self.sessions.values() if s.pool == pool.id and s.life in ("attached", "lost")}
+
+    def share(self, pool: ModelPool) -> int:
+        return max(1, (len(pool.pages) - 1) // max(1, len(self.attached(pool))))
+
+    def held(self, incarnation: int) -> int:
+        """Pages in open leases and in hits; a page in two hits counts twice."""
+        leased = sum(len(lease.open) for lease in self.leases.values() if lease.incarnation == incarnation)
+        return leased + sum(len(hit.pages) for hit in self.hits.values() if hit.incarnation == incarnation)
+
+    def room(self, session: ModelSession) -> int:
+        """How many more pages the session's engine may hold."""
+        pool = self.pools[session.pool]
+        alone = len(self.attached(pool)) < 2
+        limit = self.max_held.get(session.incarnation, 10**6 if alone else self.share(pool))
+        return limit - self.held(session.incarnation)
+
+    def victims(self, pool: ModelPool, engine: str, wanted: int, protected: Iterable[int] = ()) -> list[int] | None:
+        """Which pages have to go for a grant, by a plain search for each; None if there are too few."""
+        present, share, spared = self.attached(pool), self.share(pool), {*self.pinned(pool), *protected}
+        owned = Counter(page.owner for page in pool.pages[1:] if page.state != "free")
+        owned[engine] += wanted
+        left, taken, all_give = set(pool.binding.values()), list[int](), False
+        while len(taken) < wanted - sum(page.state == "free" for page in pool.pages[1:]):
+            over = {name for name in present if owned[name] > share and not all_give}
+            parents = {pool.pages[page].parent for page in left}
+            found = [
+                (pool.pages[page].used, page)
+                for page in left - spared
+                if (page, pool.pages[page].generation) not in parents
+                and (not over or pool.pages[page].owner in over or pool.pages[page].owner not in present)
+            ]
+            if not found and (not over or engine in over):
+                return None
+            all_give |= not over or not found
+            if found:
+                taken.append(min(found)[1])
+                left.remove(taken[-1])
+                owned[pool.pages[taken[-1]].owner] -= 1
+        return taken
+
+    # -- pages -----------------------------------------------------------------------------------
 
     def usable(self, lease: ModelLease, pages: list[int] | None) -> set[int]:
         return {p for p in (lease.open if pages is None else pages) if p in lease.open and p not in lease.revoked}
@@ -227,7 +288,9 @@ class Model:
         parent = pool.binding.get(parent_key) if parent_key is not None else None
         generation = pool.pages[page].generation
         where = None if parent is None else (parent, pool.pages[parent].generation)
-        pool.pages[page] = ModelPage("sealed", generation, None, key, True, parent_key, where)
+        pool.tick += 1
+        owner = pool.pages[page].owner
+        pool.pages[page] = ModelPage("sealed", generation, None, key, True, parent_key, where, owner, pool.tick)
         pool.binding[key] = page
         for child in pool.binding.values():
             if pool.pages[child].parent_key == key and pool.pages[child].parent is None:

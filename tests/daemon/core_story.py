@@ -52,8 +52,13 @@ class CoreStory(CoreInvariants):
                 self.spawn(ENGINES.index((pool, engine)), rank, 5)
             self.spawn(ENGINES.index((pool, engine)), 2, 0)
 
-    @rule(which=st.integers(0, 2), rank=st.integers(0, 2), wait_s=st.sampled_from([0, 5]))
-    def spawn(self, which: int, rank: int, wait_s: int) -> None:
+    @rule(
+        which=st.integers(0, 2),
+        rank=st.integers(0, 2),
+        wait_s=st.sampled_from([0, 5]),
+        max_held=st.sampled_from([None, 5, 1]),
+    )
+    def spawn(self, which: int, rank: int, wait_s: int, max_held: int | None = 5) -> None:
         """Start a rank, or a scheduler for a rank that there is not."""
         pool, engine = ENGINES[which]
         role = Role.WORKER if rank < WORLDS[pool] else Role.SCHEDULER
@@ -63,6 +68,8 @@ class CoreStory(CoreInvariants):
         arguments: dict[str, Any] = {"pool": pool, "engine": engine, "wait_s": wait_s}
         if role is Role.WORKER:
             arguments = attach_arguments(rank=rank, world_size=WORLDS[pool], num_host_pages=PAGES[pool], **arguments)
+        else:
+            arguments["max_held"] = self.bounds[session] = max_held
         self.last[session] = 1, "attach", arguments
         self.observe(machine.Request(session, 1, "attach", arguments))
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 
 from sharedmirror.types import PoolKind
+from sharedmirrord.core import shares
 from sharedmirrord.core.model import OpenLease, Pool, SessionState, State
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.transitions import PageState
@@ -83,6 +84,7 @@ def state_problems(state: State) -> list[str]:
     for lease in state.leases.values():
         found += _lease_problems(state, lease)
     found += _hit_problems(state)
+    found += _share_problems(state)
     found += _session_problems(state)
     used = [*state.pools, *state.incarnations, *state.sessions, *state.leases, *state.hits]
     if max(used, default=0) >= state.next_id or len(used) != len(set(used)):
@@ -193,6 +195,31 @@ def _hit_problems(state: State) -> list[str]:
             found.append(f"6: nobody holds hit {hit.id}: its pins are lost")
         if hit.incarnation not in state.incarnations or hit.pool not in state.pools:
             found.append(f"6: hit {hit.id} is of no engine or no pool")
+    return found
+
+
+def _share_problems(state: State) -> list[str]:
+    """What the counters of holders and shares say must be what there is to count."""
+    held: Counter[int] = Counter()
+    for lease in state.leases.values():
+        held[lease.incarnation] += lease.open.bit_count()
+    for hit in state.hits.values():
+        held[hit.incarnation] += len(hit.pages)
+    found = [
+        f"engine {i.engine} holds {held[i.id]} pages, counted are {i.held}"
+        for i in state.incarnations.values()
+        if held[i.id] != i.held
+    ]
+    for pool in state.pools.values():
+        if pool.table is None:
+            continue
+        names = shares.attached(state, pool)
+        if {pool.owners.get(name) for name in names} != set(pool.attached):
+            found.append(f"pool {pool.id} counts {pool.attached} of {pool.owners} as attached, there are {names}")
+        if pool.share != max(1, (pool.visible_pages - 1) // max(1, len(names))):
+            found.append(f"pool {pool.id} has a fair share of {pool.share} for {len(names)} engines")
+        if len(set(pool.owners.values())) != len(pool.owners) or pool.table.owned.keys() - {0, *pool.owners.values()}:
+            found.append(f"pool {pool.id} has owners {pool.owners} and pages of {pool.table.owned}")
     return found
 
 

@@ -21,6 +21,7 @@ from sharedmirrord.core.regions import ArenaSpace
 from sharedmirrord.journal import Window
 from sharedmirrord.records import RecordStore
 from tests.daemon.durable_view import durable_view, plain, state_problems
+from tests.daemon.followers import Followers
 from tests.daemon.simulated_processes import Body, Connection, Process
 from tests.daemon.store_memory import ARENA_BYTES, ByteStorage, every_store, new_store
 
@@ -56,6 +57,7 @@ class Daemon:
         self.answered: dict[int, int] = {}
         """The last mutating request of each session that was answered."""
         self.answers: dict[tuple[int, int], Body] = {}
+        self.followers = Followers()
         self._timer = 0
         self._steps = 0
 
@@ -188,7 +190,7 @@ class Daemon:
         self.answered[number] = request
 
     def _check(self) -> None:
-        problems = state_problems(self.state)
+        problems = state_problems(self.state) + self.followers.problems(self.state)
         self.world.must(not problems, f"{problems}")
         self._check_maps()
 

@@ -43,6 +43,7 @@ def test_a_pool(driver: Driver, engine: Engine) -> None:
         "min_host_pages": 6, "backed_pages": 6, "giving_back_pages": 0, "giving_back_awaits": [],
         "bytes_saved_per_host_page": 0,
         "ranks_attached": {"e": [0, 1]}, "hits": 1, "misses": 1, "evictions": 0, "number": 1,
+        "engines": {"e": {"owned": 3, "held": 2, "max_held": 5, "share": 5}},
         "pages": {"reserved": 1, "free": 2, "leased": 1, "sealed": 2, "pinned": 1, "quarantined": 0},
     }  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sharedmirror.errors import InstanceChanged
-from sharedmirrord.core import growth, hits, leases, machine, room, sessions
+from sharedmirrord.core import changes, growth, hits, leases, machine, room, sessions
 from sharedmirrord.core.durable import Put
 from sharedmirrord.core.elastic import Elastic
 from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Pool, Session, State, pack_bits
@@ -132,9 +132,9 @@ def pinned_pages_are_evicted(patch: pytest.MonkeyPatch) -> None:
     )
     victims = PageTable._victims
 
-    def wrong(self: PageTable, wanted: int, protected: Any) -> list[int] | None:
+    def wrong(self: PageTable, *arguments: Any) -> list[int] | None:
         pins, self.pins = self.pins, {}
-        found = victims(self, wanted, protected)
+        found = victims(self, *arguments)
         self.pins = pins
         return found
 
@@ -226,6 +226,26 @@ def a_wrong_token_is_accepted(patch: pytest.MonkeyPatch) -> None:
 def drained_is_not_asked_again_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(leases, "ask_again", lambda state, session, out: None)
     patch.setattr(hits, "ask_again", lambda state, session, out: None)
+
+
+@bug("watch: pool")
+def a_clear_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    _silence(patch, changes.CLEARED)
+
+
+@bug("watch: pool")
+def an_eviction_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    _silence(patch, changes.EVICTED)
+
+
+def _silence(patch: pytest.MonkeyPatch, silent: int) -> None:
+    add = changes.ChangeLog.add
+
+    def wrong(self: changes.ChangeLog, kind: int, key: bytes) -> None:
+        if kind != silent:
+            add(self, kind, key)
+
+    patch.setattr(changes.ChangeLog, "add", wrong)
 
 
 @bug("2: .* maps")

@@ -40,7 +40,7 @@ def test_pages_that_are_to_be_withdrawn_are_not_granted() -> None:
     table = PageTable(6)
     held, _, _ = table.grant(2) or ([], [], [])
     assert held == [1, 2]
-    table.seal(1, b"a", None)
+    table.seal([(1, b"a", None)])
     table.set_limit(1)
     assert table.grant(1) is None
     table.discard(2)
@@ -70,7 +70,7 @@ def in_state(state: PageState) -> PageTable:
     if state is not FREE:
         table.grant(1)
     if state is SEALED:
-        table.seal(1, b"k", None)
+        table.seal([(1, b"k", None)])
     if state is QUARANTINED:
         table.doubt(1)
     assert table.states[1] == state
@@ -78,7 +78,7 @@ def in_state(state: PageState) -> PageTable:
 
 
 ACTS: dict[str, tuple[Callable[[PageTable], object], dict[PageState, PageState]]] = {
-    "seal": (lambda table: table.seal(1, b"x", None), {LEASED: SEALED}),
+    "seal": (lambda table: table.seal([(1, b"x", None)]), {LEASED: SEALED}),
     "discard": (lambda table: table.discard(1), {LEASED: FREE, QUARANTINED: FREE}),
     "doubt": (lambda table: table.doubt(1), {LEASED: QUARANTINED, QUARANTINED: QUARANTINED}),
     "evict": (lambda table: table.evict(1), {SEALED: FREE}),

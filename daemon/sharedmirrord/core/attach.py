@@ -23,7 +23,7 @@ from sharedmirror.errors import (
 )
 from sharedmirror.types import Layout, Plane, PoolKind, Role
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import leases
+from sharedmirrord.core import leases, shares
 from sharedmirrord.core.durable import CreateTable, Put
 from sharedmirrord.core.forming import allocate
 from sharedmirrord.core.growth import visible_regions
@@ -71,11 +71,16 @@ def attach(state: State, session: Session, arguments: dict[str, Any], now: float
 def _attach_scheduler(state: State, session: Session, arguments: dict[str, Any], out: Effects) -> dict[str, Any]:
     name, engine = arg.text(arguments, "pool"), arg.text(arguments, "engine")
     launch = arg.optional_text(arguments, "launch")
+    max_held = arg.optional_integer(arguments, "max_held", 1)
     incarnation = _current(state, name, engine)
     pool = _pool_for_scheduler(state, name, engine, incarnation)
     leases.table_of(pool)
     incarnation = _join(state, name, engine, launch, None, static=False, out=out)
-    _bind(session, pool, incarnation, out)
+    if max_held is not None and max_held != incarnation.max_held:
+        incarnation.max_held = max_held
+        out.writes.append(Put("incarnation", incarnation.id, incarnation.record()))
+        state.moved = True
+    _bind(state, session, pool, incarnation, out)
     return _description(pool) | {"session": session.id}
 
 
@@ -134,7 +139,7 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
     if static and pool.holder != incarnation.id:
         pool.holder = incarnation.id
         out.writes.append(Put("pool", pool.id, pool.record()))
-    _bind(session, pool, incarnation, out)
+    _bind(state, session, pool, incarnation, out)
     state.moved = True
     return _welcome(state, pool, session, rank)
 
@@ -315,10 +320,11 @@ def _announcers(state: State, incarnation: Incarnation) -> set[int]:
     return {number for pool in forming for number in pool.announced.values() if number in state.sessions}
 
 
-def _bind(session: Session, pool: Pool, incarnation: Incarnation, out: Effects) -> None:
+def _bind(state: State, session: Session, pool: Pool, incarnation: Incarnation, out: Effects) -> None:
     session.pool, session.incarnation = pool.id, incarnation.id
     session.state = SessionState.ATTACHED
     incarnation.sessions.add(session.id)
+    shares.recount(state, pool)
     out.writes.append(Put("session", session.id, session.record()))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from sharedmirror.errors import UsageError
 from sharedmirror.types import Role
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import room
+from sharedmirrord.core import room, shares
 from sharedmirrord.core.durable import Put, SetSlots
 from sharedmirrord.core.elastic import Elastic
 from sharedmirrord.core.model import Effects, Pool, Region, Session, State
@@ -30,9 +30,10 @@ _EVICT_PAGES = 2048
 # -- growing -------------------------------------------------------------------------------------
 
 
-def grow(state: State, pool: Pool, wanted: int, out: Effects) -> None:
+def grow(state: State, pool: Pool, wanted: int, out: Effects, least: int = 0) -> None:
     """Back more pages, so that ``wanted`` can be granted without an eviction, as far as there is room.
 
+    At least ``least`` pages are to have memory, so that an engine's share of them is large enough.
     A pool below its fair share has others give back for what it misses; that comes later.
     """
     elastic, table = pool.elastic, pool.table
@@ -41,7 +42,11 @@ def grow(state: State, pool: Pool, wanted: int, out: Effects) -> None:
     if wanted > table.free and table.sweeping:
         table.sweep(wanted - table.free)
     elastic.wanted = 0
-    if wanted <= table.free:
+
+    def short() -> int:
+        return max(0, wanted - table.free, min(least, elastic.most) - elastic.backed)
+
+    if not short():
         return
     demanded = room.demanded(state, pool)
     if elastic.giving and not demanded:
@@ -49,16 +54,11 @@ def grow(state: State, pool: Pool, wanted: int, out: Effects) -> None:
     if elastic.giving or elastic.backed == elastic.most or room.attach_waits(state):
         return
     most = elastic.within(room.fair_level(state)) if demanded else elastic.most
-    _extend(state, pool, elastic, table, _goal(elastic, table, wanted, most), out)
-    goal = _goal(elastic, table, wanted, elastic.within(room.fair_level(state)))
+    _extend(state, pool, elastic, table, elastic.level(min(most, elastic.backed + short())), out)
+    goal = elastic.level(min(elastic.within(room.fair_level(state)), elastic.backed + short()))
     if goal > elastic.backed:
         needed = elastic.size_bytes(goal) - elastic.size_bytes(elastic.backed)
         elastic.wanted = goal if room.ask(state, needed, pool) else 0
-
-
-def _goal(elastic: Elastic, table: PageTable, wanted: int, most: int) -> int:
-    """Return the level with which ``wanted`` pages can be granted, bounded by the level ``most``."""
-    return elastic.level(min(most, elastic.backed + max(0, wanted - table.free)))
 
 
 def _keep(elastic: Elastic, table: PageTable) -> None:
@@ -83,6 +83,7 @@ def _extend(state: State, pool: Pool, elastic: Elastic, table: PageTable, goal: 
     pool.regions = [_longer(state, region, elastic.region_bytes(at, level)) for at, region in enumerate(pool.regions)]
     table.provide(elastic.backed, level)
     elastic.backed = elastic.target = level
+    shares.recount(state, pool)
     out.writes.append(Put("pool", pool.id, pool.record()))
     out.notes.append(f"event=pool_grown pool={pool.name!r} tag={pool.tag!r} pages={level} bytes={needed}")
 
@@ -198,6 +199,7 @@ def _evictable(table: PageTable, page: int) -> bool:
 
 def _tell(state: State, pool: Pool, elastic: Elastic, level: int, out: Effects) -> None:
     elastic.told = state.new_id(), level
+    shares.recount(state, pool)
     elastic.awaited = {session.id for session in room.users(state, pool) if session.role is Role.WORKER}
     out.writes.append(Put("pool", pool.id, pool.record()))
     out.pushes += [(session, _push(pool, elastic, elastic.told)) for session in sorted(elastic.awaited)]

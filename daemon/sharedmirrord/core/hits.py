@@ -13,6 +13,7 @@ from sharedmirrord.core import arguments as arg
 from sharedmirrord.core.durable import Delete, Put, SetSlots
 from sharedmirrord.core.leases import incarnation_of, pool_of, revoke_keyed, table_of
 from sharedmirrord.core.model import Effects, OpenHit, Pool, Session, State
+from sharedmirrord.core.shares import may_hold
 
 
 class _Pending(EnvironmentFault):
@@ -27,19 +28,20 @@ MISSING = -1
 
 
 def lookup(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
-    """``lookup``: find and pin. ``states`` has one letter a key: h(it), p(ending), m(iss)."""
+    """``lookup``: find and pin. ``states`` has one letter a key: h(it), p(ending), m(iss).
+
+    What the engine may not hold besides what it holds counts as a miss.
+    """
     pool = pool_of(state, session)
     table = table_of(pool)
     keys = arg.keys(arguments)
     mode = arguments.get("mode", "prefix")
     index = table.index
     if mode == "prefix":
-        pages = []
-        for key in keys:
-            page = index.get(key)
-            if page is None:
-                break
-            pages.append(page)
+        # One sweep over all keys is quicker than a loop that may stop early.
+        pages = [index.get(key, MISSING) for key in keys]
+        if MISSING in pages:
+            del pages[pages.index(MISSING) :]
         found = pages
         states = "h" * len(pages) + _waiting(pool, keys[len(pages) :])
     elif mode == "each":
@@ -51,19 +53,39 @@ def lookup(state: State, session: Session, arguments: dict[str, Any], now: float
         )
     else:
         raise UsageError(f"mode must be 'prefix' or 'each', not {mode!r:.80}")
-    if arguments.get("wait_s") and _worth_waiting(states, mode):
+    incarnation = state.incarnations[incarnation_of(session)]
+    room = max(0, may_hold(pool, incarnation) - incarnation.held)
+    if len(found) > room:
+        pages, states = _shorten(pages, states, room, mode)
+        found = [page for page in pages if page != MISSING]
+    elif arguments.get("wait_s") and _worth_waiting(states, mode):
         raise _Pending("keys are being written")
     pool.hits += len(found)
     pool.misses += len(keys) - len(found)
     if not found:
         return {"hit": 0, "pages": pages, "states": states}
-    hit = OpenHit(state.new_id(), pool.id, incarnation_of(session), session.id, found)
+    incarnation.held += len(found)
+    hit = OpenHit(state.new_id(), pool.id, incarnation.id, session.id, found)
     table.use(found)
     table.pin(found)
     state.hits[hit.id] = hit
     session.hits.add(hit.id)
     out.writes.append(Put("hit", hit.id, hit.record()))
     return {"hit": hit.id, "pages": pages, "states": states}
+
+
+def _shorten(pages: list[int], states: str, room: int, mode: str) -> tuple[list[int], str]:
+    """Keep the first ``room`` pages that were found; the others, and with a prefix all keys behind it, are missed."""
+    if mode == "prefix":
+        return pages[:room], "h" * room + "m" * (len(states) - room)
+    kept: list[int] = []
+    letters = []
+    for page, letter in zip(pages, states, strict=True):
+        over = letter == "h" and room <= 0
+        room -= letter == "h"
+        kept.append(MISSING if over else page)
+        letters.append("m" if over else letter)
+    return kept, "".join(letters)
 
 
 def _worth_waiting(states: str, mode: str) -> bool:
@@ -158,6 +180,7 @@ def settle(state: State, hit: OpenHit, out: Effects) -> bool:
     if freed:
         out.writes.append(SetSlots(pool.id, tuple(table.slot(page, pool.number) for page in freed)))
     del state.hits[hit.id]
+    state.incarnations[hit.incarnation].held -= len(hit.pages)
     out.writes.append(Delete("hit", hit.id))
     state.moved = True
     return True

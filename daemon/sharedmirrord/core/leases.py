@@ -7,6 +7,7 @@ through ``settle``, which asks ``OpenLease.evident``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from sharedmirror.errors import (
@@ -25,8 +26,19 @@ from sharedmirror.types import PoolKind
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import growth
 from sharedmirrord.core.durable import Delete, Put, SetSlots
-from sharedmirrord.core.model import Effects, OpenLease, Pool, Session, SessionState, State, each_bit, pack_bits
+from sharedmirrord.core.model import (
+    Effects,
+    Incarnation,
+    OpenLease,
+    Pool,
+    Session,
+    SessionState,
+    State,
+    each_bit,
+    pack_bits,
+)
 from sharedmirrord.core.pages import PageTable
+from sharedmirrord.core.shares import Claim, may_hold, pages_to_hold
 from sharedmirrord.core.transitions import PageState
 
 _HIGH_STEP = 1024
@@ -90,10 +102,15 @@ def _open(
             f"{wanted} pages were asked for; pool {pool.name!r} leases {table.pages - 1} at most", asked=wanted
         )
     writers = _writers(state, session, pool)
-    growth.grow(state, pool, wanted, out)
-    granted = table.grant(wanted, protected or (), may_evict=not state.survivors)
+    incarnation = state.incarnations[incarnation_of(session)]
+    growth.grow(state, pool, wanted, out, pages_to_hold(pool, incarnation, wanted))
+    if incarnation.held + wanted > may_hold(pool, incarnation):
+        raise _held_too_much(pool, incarnation, wanted)
+    claim = Claim(pool.owners[incarnation.engine], pool.attached, pool.share)
+    granted = table.grant(wanted, protected or (), may_evict=not state.survivors, claim=claim)
     if granted is None:
-        raise _no_pages(state, pool, table, wanted)
+        raise _no_pages(state, pool, table, wanted, incarnation)
+    incarnation.held += wanted
     pages, generations, evicted = granted
     lease = OpenLease(
         state.new_id(),
@@ -125,7 +142,20 @@ def _open(
     return lease, evicted
 
 
-def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int) -> NoPages:
+def _held_too_much(pool: Pool, incarnation: Incarnation, wanted: int) -> NoPages:
+    limit = may_hold(pool, incarnation)
+    why = "max_held" if incarnation.max_held is not None else f"its fair share of {len(pool.attached)} engines"
+    return NoPages(
+        f"{wanted} pages were asked for; engine {incarnation.engine!r} holds {incarnation.held} pages of pool "
+        f"{pool.name!r} in leases and hits, and may hold {limit} ({why}). Release hits, commit or abort leases, "
+        f"or connect with a larger max_held",
+        asked=wanted,
+        held=incarnation.held,
+        max_held=limit,
+    )
+
+
+def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int, incarnation: Incarnation) -> NoPages:
     free, sealed = table.counts[PageState.FREE], table.counts[PageState.SEALED]
     message = (
         f"{wanted} pages were asked for; pool {pool.name!r} has {free} free and {sealed} sealed pages, "
@@ -136,6 +166,12 @@ def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int) -> NoPage
     if state.survivors:
         pids = sorted(state.sessions[number].peer.pid for number in state.survivors)
         message += f"; after a restart nothing is evicted until the processes {pids} have resumed or are proven gone"
+    owned = table.owned.get(pool.owners[incarnation.engine], 0)
+    if owned + wanted > pool.share:
+        message += (
+            f"; engine {incarnation.engine!r} would be over its fair share, so the other engines keep theirs: "
+            f"it has {owned} pages, and its share of {len(pool.attached)} engines is {pool.share}"
+        )
     return NoPages(message, asked=wanted)
 
 
@@ -366,28 +402,16 @@ def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], lis
     """
     pool = state.pools[lease.pool]
     table = table_of(pool)
-    sealed: list[int] = []
-    linked: list[int] = []
-    duplicates: list[list[int]] = []
     ready = lease.complete() & lease.keyed & ~lease.revoked
     if ready:
         _unpend(pool, lease, ready)
-    for at in each_bit(ready):
-        page, key = lease.pages[at], lease.keys[at]
-        if key is None:
-            raise RuntimeError(f"page {page} of lease {lease.id} counts as keyed and has no key")
-        winner = table.index.get(key)
-        if winner is None:
-            linked += table.seal(page, key, lease.parents[at])
-            sealed.append(page)
-        else:
-            table.discard(page)
-            duplicates.append([page, winner])
+    sealed, linked, duplicates = table.seal(_entries(lease, ready))
     dead = lease.evident() & lease.revoked
     freed = [lease.pages[at] for at in each_bit(dead)]
     for page in freed:
         table.discard(page)
     lease.open &= ~(ready | dead)
+    state.incarnations[lease.incarnation].held -= (ready | dead).bit_count()
     # A page sealed before its parent is linked only now, and its slot says so from now on.
     changed = [*sealed, *linked, *(page for page, _ in duplicates), *freed]
     if changed:
@@ -396,6 +420,14 @@ def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], lis
     if not lease.open:
         _close(state, lease, out)
     return sealed, duplicates
+
+
+def _entries(lease: OpenLease, bits: int) -> Iterator[tuple[int, bytes, bytes | None]]:
+    for at in each_bit(bits):
+        key = lease.keys[at]
+        if key is None:
+            raise RuntimeError(f"page {lease.pages[at]} of lease {lease.id} counts as keyed and has no key")
+        yield lease.pages[at], key, lease.parents[at]
 
 
 def _close(state: State, lease: OpenLease, out: Effects) -> None:

@@ -21,8 +21,8 @@ from sharedmirrord.core.durable import Put
 from sharedmirrord.core.model import Effects, Peer, Session, SessionState, State, Waiter
 
 _ID_STEP = 4096
-_SWEEP_PAGES = 2048
-"""Freed at one event after ``clear``: about a millisecond of work."""
+_SWEEP_PAGES = 1024
+"""Freed at one event after ``clear``: about half a millisecond of work."""
 _DYING_GRACE_S = 1.0
 """How long a rank's forerunner, killed a moment ago, may still look alive."""
 

@@ -67,6 +67,11 @@ class Session:
         """Whether a copy of this process may still be under way: it has neither drained nor gone."""
         return self.state is not SessionState.DETACHED
 
+    @property
+    def lives(self) -> bool:
+        """Whether the process is attached, as far as is known."""
+        return self.state in (SessionState.ATTACHED, SessionState.LOST)
+
     def record(self) -> dict[str, Any]:
         """Return the durable form."""
         return {
@@ -94,10 +99,16 @@ class Incarnation:
     """The session that is each rank now; a dead one stays until another takes its place."""
     sessions: set[int] = field(default_factory=set)
     """Every session that is not proven gone."""
+    max_held: int | None = None
+    """How many pages it may hold, if its scheduler said so; durable."""
+    held: int = 0
+    """Pages of its open leases and of its hits; a page in two hits counts twice."""
 
     def record(self) -> dict[str, Any]:
         """Return the durable form."""
-        return {"engine": self.engine, "pool_name": self.pool_name, "launch": self.launch}
+        return {
+            "engine": self.engine, "pool_name": self.pool_name, "launch": self.launch, "max_held": self.max_held
+        }  # fmt: skip
 
 
 Count: TypeAlias = int | tuple[int, int]
@@ -157,6 +168,12 @@ class Pool:
     """No generation at or above it was granted; durable, so that damage cannot set generations back."""
     pending: dict[bytes, int] = field(default_factory=dict)
     """How many leased pages have each key that is not readable yet."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """The number under which each engine owns pages: of those that are attached or have pages."""
+    attached: frozenset[int] = frozenset()
+    """The owners that are attached; see ``shares``."""
+    share: int = 0
+    """The fair share of each of them, in pages."""
     bytes_per_page: int = 0
     hits: int = 0
     misses: int = 0

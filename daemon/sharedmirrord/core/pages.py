@@ -5,22 +5,32 @@ sealed page) and 6 (a pinned page is never evicted). Who may write or read a pag
 leases and hits; this table takes their word.
 
 A million pages live here, so a page costs array cells and no objects of its own, except its key. The
-eviction order is a heap with at most one entry a page: an entry is put right when it surfaces, so
-that using a page costs one store.
+eviction order is a heap for each owner, with at most one living entry a page: an entry is put right
+when it surfaces, so that using a page costs one store.
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from sharedmirrord.core.changes import CLEARED, EVICTED, SEALED, ChangeLog
 from sharedmirrord.core.durable import NO_PAGE, Slot
+from sharedmirrord.core.shares import NOBODY, Claim, Givers
 from sharedmirrord.core.transitions import TRANSITIONS, InvalidTransition, PageEvent, PageState
 
 _FREE, _LEASED, _SEALED, _RESERVED = PageState.FREE, PageState.LEASED, PageState.SEALED, PageState.RESERVED
 _PAGE_BITS = 32
 _PAGE_MASK = (1 << _PAGE_BITS) - 1
+_SCAN_PAGES = 16384
+"""Looked at in one call of ``readable``: about a millisecond of work."""
+_TIDY_AT = 64
+_NO_CLAIM = Claim()
+
+_Heads = list[tuple[int, int]]
+"""The first entry of each owner's order, with the owner: a heap."""
 
 
 class PageTable:
@@ -44,6 +54,7 @@ class PageTable:
         self.counts[_RESERVED] = 1 + pages - backed
         self.counts[_FREE] = backed - 1
         self.evictions = 0
+        self.changes = ChangeLog()
         self._free = array("I", range(backed - 1, 0, -1))
         self._beyond: list[int] = []
         """Free pages from ``limit`` on."""
@@ -51,10 +62,14 @@ class PageTable:
         self._parent_generations = array("Q", bytes(8 * pages))
         self._children = array("I", bytes(4 * pages))
         self._used = array("Q", bytes(8 * pages))
-        self._queued = bytearray(pages)
-        self._heap: list[int] = []
+        self.owned: dict[int, int] = {}
+        """How many pages are charged to each owner: those it leased that are not free again."""
+        self._owners = array("I", bytes(4 * pages))
+        self._queued = array("Q", bytes(8 * pages))
+        """The use that a page's entry in the eviction order was made with; 0: it has none."""
+        self._heaps: dict[int, list[int]] = {}
         self._tick = 0
-        self._stale: list[tuple[dict[bytes, int], list[int]]] = []
+        self._stale: list[tuple[dict[bytes, int], list[list[int]]]] = []
         """What ``clear`` put aside: indexes, and the eviction orders that went with them."""
         self._awaited: dict[bytes, list[tuple[int, int]]] = {}
         """Sealed pages, with generation, by the key of a parent that is not readable yet."""
@@ -115,40 +130,45 @@ class PageTable:
     # -- leasing ---------------------------------------------------------------------------------
 
     def grant(
-        self, wanted: int, protected: Collection[int] = (), *, may_evict: bool = True
+        self, wanted: int, protected: Collection[int] = (), *, may_evict: bool = True, claim: Claim = _NO_CLAIM
     ) -> tuple[list[int], list[int], list[bytes]] | None:
         """Grant ``wanted`` pages, evicting where the free ones do not suffice and it may.
 
         Returns the pages, their new generations and the keys that were evicted, or None (and changes
-        nothing) when there are not enough. ``protected`` pages are not evicted.
+        nothing) when there are not enough. ``protected`` pages are not evicted. ``claim`` says whose the
+        pages will be, and who else has a share to defend.
         """
         free = self._free
         evicted: list[bytes] = []
         if wanted > len(free) and self._stale:
             self.sweep(wanted - len(free))
         if wanted > len(free):
-            victims = self._victims(wanted - len(free), protected) if may_evict else None
+            victims = self._victims(wanted - len(free), protected, wanted, claim) if may_evict else None
             if victims is None:
                 return None
             evicted = [self._forget_key(page) for page in victims]
+            self._discharge(victims)
             self._move_all(victims, _SEALED, PageEvent.EVICT)
             self.evictions += len(victims)
             # Oldest ids last: the free list gives out from its end, so ids of one grant stay close.
             free.extend(sorted(victims, reverse=True))
         pages = free[: -wanted - 1 : -1].tolist()
         del free[-wanted:]
-        generations = self.generations
+        generations, owners, owner = self.generations, self._owners, claim.owner
         granted = []
         for page in pages:
             generation = generations[page] + 1
             generations[page] = generation
+            owners[page] = owner
             granted.append(generation)
+        self._charge(owner, wanted)
         self._move_all(pages, _FREE, PageEvent.GRANT)
         return pages, granted, evicted
 
     def discard(self, page: int) -> None:
         """Free a leased or quarantined page for whose every writer there is evidence."""
         self._move(page, PageEvent.PROVE if self.states[page] == PageState.QUARANTINED else PageEvent.DISCARD)
+        self._charge(self._owners[page], -1)
         self._freed(page)
 
     def doubt(self, page: int) -> None:
@@ -156,29 +176,69 @@ class PageTable:
         if self.states[page] != PageState.QUARANTINED:
             self._move(page, PageEvent.DOUBT)
 
+    def _charge(self, owner: int, pages: int) -> None:
+        count = self.owned.get(owner, 0) + pages
+        if count:
+            self.owned[owner] = count
+        else:
+            del self.owned[owner]
+
+    def _discharge(self, pages: Iterable[int]) -> None:
+        for owner, count in Counter(map(self._owners.__getitem__, pages)).items():
+            self._charge(owner, -count)
+
+    def forget_owner(self, owner: int) -> None:
+        """Let an owner's number be used for another; no page may be charged to it."""
+        if owner in self.owned:
+            raise ValueError(f"owner {owner} still has {self.owned[owner]} pages")
+        self._heaps.pop(owner, None)
+
     # -- keys ------------------------------------------------------------------------------------
 
-    def seal(self, page: int, key: bytes, parent_key: bytes | None) -> list[int]:
-        """Bind ``key``, which must be unbound, to a leased page and make it readable.
+    def seal(self, entries: Iterable[tuple[int, bytes, bytes | None]]) -> tuple[list[int], list[int], list[list[int]]]:
+        """Bind keys to leased pages and make them readable; an entry is page, key and the key it hangs on.
 
-        Returns the pages sealed before that hang on this one from now on.
+        A page whose key another page has already is freed. Returns the pages sealed, the pages sealed
+        before that hang on these from now on, and the pairs of freed page and winner.
         """
-        self._move(page, PageEvent.SEAL)
-        self.keys[page] = key
-        self.index[key] = page
         self._tick += 1
-        self._used[page] = self._tick
-        parent = self.index.get(parent_key) if parent_key is not None else None
-        if parent is not None and parent != page:
-            self._link(page, parent)
-        elif parent is None and parent_key is not None:
-            self._await_parent(page, parent_key)
+        index, keys, used, tick = self.index, self.keys, self._used, self._tick
+        note = self.changes.add
+        sealed: list[int] = []
+        linked: list[int] = []
+        duplicates: list[list[int]] = []
+        for page, key, parent_key in entries:
+            winner = index.get(key)
+            if winner is not None:
+                self.discard(page)
+                duplicates.append([page, winner])
+                continue
+            self._move(page, PageEvent.SEAL)
+            keys[page] = key
+            index[key] = page
+            note(SEALED, key)
+            used[page] = tick
+            sealed.append(page)
+            if parent_key is not None:
+                parent = index.get(parent_key)
+                if parent is None:
+                    self._await_parent(page, parent_key)
+                elif parent != page:
+                    self._link(page, parent)
+            if self._awaited:
+                linked += self._link_awaited(page, key)
+        # Only now: what got a child in this call is no leaf.
+        for page in sealed:
+            if not self._children[page]:
+                self._queue(page)
+        return sealed, linked, duplicates
+
+    def _link_awaited(self, page: int, key: bytes) -> list[int]:
         linked = []
-        for child, generation in self._awaited.pop(key, ()) if self._awaited else ():
+        for child, generation in self._awaited.pop(key, ()):
             if self._orphan(child, generation) and child not in self._chain(page):
                 self._link(child, page)
                 linked.append(child)
-        self._queue(page)
         return linked
 
     def _chain(self, page: int) -> set[int]:
@@ -220,8 +280,10 @@ class PageTable:
         self.keys[page] = None
         if self.index.get(key) == page:
             del self.index[key]
+            self.changes.add(EVICTED, key)
         self._parents[page] = NO_PAGE
         self._children[page] = 0
+        self._queued[page] = 0  # should an entry be left, it is known to be dead by its use
         return key
 
     def evict(self, page: int) -> bytes:
@@ -230,6 +292,8 @@ class PageTable:
             raise InvalidTransition(page, self.states[page], PageEvent.EVICT)
         self._release_parent(page)
         key = self._forget_key(page)
+        self._charge(self._owners[page], -1)
+        self._tidy(self._owners[page])
         self._move(page, PageEvent.EVICT)
         self._freed(page)
         self.evictions += 1
@@ -241,10 +305,10 @@ class PageTable:
         Pinned pages stay sealed and readable for their holders, and are freed with their last pin.
         """
         freed = len(self.index) - sum(self.index.get(self.keys[page] or b"") == page for page in self.pins)
-        self._stale.append((self.index, self._heap))
-        self.index, self._heap = {}, []
+        self._stale.append((self.index, list(self._heaps.values())))
+        self.index, self._heaps = {}, {}
+        self.changes.add(CLEARED, b"")
         self._awaited.clear()
-        self._queued = bytearray(self.pages)
         return freed
 
     @property
@@ -256,28 +320,52 @@ class PageTable:
         """Free up to ``limit`` pages that ``clear`` unbound; returns them. A million at once would take too long."""
         freed: list[int] = []
         while self._stale and len(freed) < limit:
-            index, heap = self._stale[-1]
-            del heap[-limit:]
+            index, heaps = self._stale[-1]
+            if heaps:
+                del heaps[-1][-limit:]
+                if not heaps[-1]:
+                    heaps.pop()
             for _ in range(min(limit - len(freed), len(index))):
                 key, page = index.popitem()
                 # A pinned page goes with its last pin; one that went so, and was granted again, is no longer ours.
                 if page not in self.pins and self.keys[page] is key and self.index.get(key) != page:
                     self._forget_key(page)
                     freed.append(page)
-            if not index and not heap:
+            if not index and not heaps:
                 self._stale.pop()
+        self._discharge(freed)
         self._move_all(freed, _SEALED, PageEvent.EVICT)
         for page in freed:
             self._freed(page)
         return freed
 
+    def readable(self, start: int, limit: int) -> tuple[list[bytes], int | None]:
+        """Return up to ``limit`` readable keys in page order from page ``start`` on, and where to go on.
+
+        Looks at a bounded number of pages, so there may be more although few or none were found; None
+        says that the table is at its end.
+        """
+        keys, index = self.keys, self.index
+        end = min(start + _SCAN_PAGES, self.pages)
+        found: list[bytes] = []
+        for page in range(start, end):
+            key = keys[page]
+            if key is not None and index.get(key) == page:
+                if len(found) == limit:
+                    return found, page
+                found.append(key)
+        return found, end if end < self.pages else None
+
     # -- use and eviction order ------------------------------------------------------------------
 
-    def pin(self, pages: Iterable[int]) -> None:
-        """Protect sealed pages against eviction; each call counts."""
+    def pin(self, pages: Collection[int]) -> None:
+        """Protect sealed pages, each named once, against eviction; each call counts."""
         pins = self.pins
-        for page in pages:
-            pins[page] = pins.get(page, 0) + 1
+        if pins.keys().isdisjoint(pages):
+            pins.update(dict.fromkeys(pages, 1))
+        else:
+            for page in pages:
+                pins[page] = pins.get(page, 0) + 1
 
     def unpin(self, pages: Iterable[int]) -> list[int]:
         """Take back one ``pin`` of each page; returns pages freed because ``clear`` unbound them."""
@@ -294,6 +382,7 @@ class PageTable:
             else:
                 self._release_parent(page)
                 self._forget_key(page)
+                self._charge(self._owners[page], -1)
                 self._move(page, PageEvent.EVICT)
                 self._freed(page)
                 freed.append(page)
@@ -303,34 +392,70 @@ class PageTable:
         """Mark sealed pages, and the chains they hang on, as used now."""
         self._tick += 1
         tick, used, parents = self._tick, self._used, self._parents
+        before = NO_PAGE
         for page in pages:
-            at: int | None = page
-            while at is not None and used[at] != tick:
-                used[at] = tick
-                above = parents[at]
-                # A prefix comes in order, so the page above is nearly always marked already.
-                at = None if above == NO_PAGE or used[above] == tick else self._parent(at)
+            used[page] = tick
+            above = parents[page]
+            # A prefix comes in order: the page above is nearly always the one before.
+            if above != before and above != NO_PAGE and used[above] != tick:
+                self._use_chain(page)
+            before = page
+
+    def _use_chain(self, page: int) -> None:
+        at = self._parent(page)
+        while at is not None and self._used[at] != self._tick:
+            self._used[at] = self._tick
+            at = self._parent(at)
 
     def _evictable(self, page: int) -> bool:
         return self.states[page] == _SEALED and not self._children[page] and page not in self.pins
 
     def _queue(self, page: int) -> None:
         if not self._queued[page] and self._evictable(page):
-            self._queued[page] = 1
-            heapq.heappush(self._heap, self._used[page] << _PAGE_BITS | page)
+            used, heap = self._used[page], self._heaps.get(self._owners[page])
+            if heap is None:
+                heap = self._heaps[self._owners[page]] = []
+            self._queued[page] = used
+            heapq.heappush(heap, used << _PAGE_BITS | page)
 
-    def _next_victim(self) -> int | None:
-        heap, queued = self._heap, self._queued
-        while heap:
-            entry = heapq.heappop(heap)
-            page = entry & _PAGE_MASK
-            queued[page] = 0
-            if not self._evictable(page) or self.index.get(self.keys[page] or b"") != page:
-                continue  # in use again, or cleared
-            if entry >> _PAGE_BITS == self._used[page]:
-                return page
-            self._queue(page)
-        return None
+    def _tidy(self, owner: int) -> None:
+        """Take dead entries out of an order, once they are the most of it: evictions by name leave them."""
+        heap = self._heaps.get(owner, [])
+        if len(heap) > _TIDY_AT + 2 * self.owned.get(owner, 0):
+            heap[:] = [entry for entry in heap if self._queued[entry & _PAGE_MASK] == entry >> _PAGE_BITS]
+            heapq.heapify(heap)
+
+    def _heads(self, givers: Givers) -> _Heads:
+        heads = [(heap[0], owner) for owner, heap in self._heaps.items() if heap and givers.may_give(owner)]
+        heapq.heapify(heads)
+        return heads
+
+    def _due(self, heads: _Heads, givers: Givers) -> Iterator[int]:
+        """Yield the evictable pages of those who may give, least recently used first, and take them out of the order.
+
+        ``heads`` is the caller's: it adds an owner when a page comes to the front of another order.
+        """
+        queued, used = self._queued, self._used
+        while heads:
+            entry, owner = heapq.heappop(heads)
+            heap = self._heaps[owner]
+            if not heap or heap[0] != entry:
+                continue  # another entry came to the front since, and has a head of its own
+            while heap and (not givers.over or givers.may_give(owner)):
+                if heads and heads[0][0] < heap[0]:
+                    heapq.heappush(heads, (heap[0], owner))
+                    break
+                entry = heapq.heappop(heap)
+                page = entry & _PAGE_MASK
+                if queued[page] != entry >> _PAGE_BITS:
+                    continue  # the page was evicted by name
+                queued[page] = 0
+                if not self._evictable(page) or self.index.get(self.keys[page] or b"") != page:
+                    continue  # in use again, or cleared
+                if entry >> _PAGE_BITS == used[page]:
+                    yield page
+                else:
+                    self._queue(page)
 
     def _release_parent(self, page: int) -> int | None:
         parent = self._parent(page)
@@ -339,23 +464,31 @@ class PageTable:
             self._queue(parent)
         return parent
 
-    def _victims(self, wanted: int, protected: Collection[int]) -> list[int] | None:
+    def _victims(self, needed: int, protected: Collection[int], wanted: int, claim: Claim) -> list[int] | None:
         """Choose leaves first, least recently used first; None, and no change, if there are too few."""
-        if self.counts[_SEALED] - len(self.pins) < wanted:
+        if self.counts[_SEALED] - len(self.pins) < needed:
             return None
+        givers = Givers(claim, self.owned, wanted)
+        heads = self._heads(givers)
+        due = self._due(heads, givers)
         victims: list[int] = []
         parents: list[int | None] = []
         spared: list[int] = []
-        while len(victims) < wanted:
-            page = self._next_victim()
+        while len(victims) < needed:
+            page = next(due, None)
             if page is None:
-                break
-            if page in protected or page >= self.limit:
+                if not givers.widen():
+                    break
+                heads = self._heads(givers)
+                due = self._due(heads, givers)
+            elif page in protected or page >= self.limit:
                 spared.append(page)
-                continue
-            victims.append(page)
-            parents.append(self._release_parent(page))
-        complete = len(victims) == wanted
+            else:
+                victims.append(page)
+                parents.append(self._release_parent(page))
+                if givers.over or len(self._heaps) > 1:
+                    self._follow(heads, givers, page, parents[-1])
+        complete = len(victims) == needed
         if not complete:
             for parent in parents:
                 if parent is not None:
@@ -364,6 +497,14 @@ class PageTable:
         for page in spared:
             self._queue(page)
         return victims if complete else None
+
+    def _follow(self, heads: _Heads, givers: Givers, victim: int, parent: int | None) -> None:
+        """Put ``heads`` right after a victim was taken: other owners may be due, or that of its parent."""
+        owner = self._owners[victim]
+        if givers.over and givers.took(owner):
+            heads[:] = self._heads(givers)
+        elif parent is not None and (above := self._owners[parent]) != owner and (heap := self._heaps.get(above)):
+            heapq.heappush(heads, (heap[0], above))
 
     # -- after a restart -------------------------------------------------------------------------
 
@@ -375,8 +516,11 @@ class PageTable:
         key: bytes | None = None,
         parent: int = NO_PAGE,
         parent_generation: int = 0,
+        owner: int = NOBODY,
     ) -> None:
         """Set one page as the records have it. Call ``rebuild`` when all are set."""
+        if owner:
+            self._owners[page] = owner
         self.states[page] = state
         self.generations[page] = generation
         self.keys[page] = key
@@ -407,10 +551,13 @@ class PageTable:
                 self._parents[page] = NO_PAGE
             else:
                 self._children[parent] += 1
-        self._heap = [page for page in self.index.values() if self._evictable(page)]
-        heapq.heapify(self._heap)
-        for page in self._heap:
-            self._queued[page] = 1
+        self._tick = 1
+        for page, state in enumerate(self.states):
+            if state not in (_FREE, PageState.RESERVED):
+                self._charge(self._owners[page], 1)
+        for page in self.index.values():
+            self._used[page] = 1
+            self._queue(page)
 
     # -- what is durable, and what must hold -----------------------------------------------------
 
@@ -455,9 +602,27 @@ class PageTable:
             for page in range(self.pages)
             if self.index.get(self.keys[page] or b"") == page and self._children[page] != children[page]
         ]
+        return found + self._order_problems()
+
+    def _order_problems(self) -> list[str]:
+        charged = Counter(
+            self._owners[page]
+            for page in range(self.pages)
+            if self.states[page] not in (PageState.FREE, PageState.RESERVED)
+        )
+        found = [] if charged == self.owned else [f"owners have {dict(charged)} pages, counted are {self.owned}"]
+        living = Counter(
+            (owner, entry & _PAGE_MASK)
+            for owner, heap in self._heaps.items()
+            for entry in heap
+            if self._queued[entry & _PAGE_MASK] == entry >> _PAGE_BITS
+        )
+        found += [f"page {page} is queued {count} times" for (_, page), count in living.items() if count > 1]
         found += [
             f"evictable page {page} is not queued"
             for page in range(self.pages)
-            if self._evictable(page) and self.index.get(self.keys[page] or b"") == page and not self._queued[page]
+            if self._evictable(page)
+            and self.index.get(self.keys[page] or b"") == page
+            and (self._owners[page], page) not in living
         ]
         return found

@@ -20,6 +20,7 @@ from typing import Any
 from sharedmirror.errors import EnvironmentFault, SharedMirrorError
 from sharedmirror.types import Layout, PoolKind, Role
 from sharedmirrord.core import arguments as arg
+from sharedmirrord.core import shares
 from sharedmirrord.core.durable import Slot
 from sharedmirrord.core.elastic import Elastic
 from sharedmirrord.core.model import (
@@ -98,6 +99,7 @@ class _Recovery:
         for number, value in self._each("incarnation"):
             launch = None if value["launch"] is None else arg.text(value, "launch")
             incarnation = Incarnation(number, arg.text(value, "engine"), arg.text(value, "pool_name"), launch)
+            incarnation.max_held = arg.optional_integer(value, "max_held", 1)
             state.incarnations[number] = incarnation
             state.current[incarnation.pool_name, incarnation.engine] = number
         for number, value in self._each("pool"):
@@ -108,15 +110,23 @@ class _Recovery:
             self._lease(number, value)
         for number, value in self._each("hit"):
             self._hit(number, value)
+        self._count_held()
         for pool in state.pools.values():
             if pool.table is not None:
                 pool.table.rebuild()
-        for pool in state.pools.values():
             if pool.elastic is not None and pool.elastic.told is not None:
                 # Who answered before is asked once more.
                 pool.elastic.awaited = {s.id for s in users(state, pool) if s.role is Role.WORKER}
+            shares.recount(state, pool)
         state.survivors = {s.id for s in state.sessions.values() if s.state is SessionState.LOST}
         return state
+
+    def _count_held(self) -> None:
+        state = self._state
+        for lease in state.leases.values():
+            state.incarnations[lease.incarnation].held += lease.open.bit_count()
+        for hit in state.hits.values():
+            state.incarnations[hit.incarnation].held += len(hit.pages)
 
     def _counter(self) -> None:
         used = [number for kind, number in self._records if kind in _WITH_IDS]
@@ -279,6 +289,7 @@ class _Recovery:
             by_reserve=arg.flag(value, "by_reserve", False),
         )
         self._check_lease(lease, pool, table)
+        charged = shares.owner_of(pool, state.incarnations[lease.incarnation].engine)
         lease.positions = {page: at for at, page in enumerate(pages)}
         named = int.from_bytes(value["open"], "little")
         _must(named <= lease.full, f"lease {number} has pages open that it never had")
@@ -292,7 +303,7 @@ class _Recovery:
                 continue  # its slot says how it ended
             _must(table.states[page] != PageState.RESERVED, f"lease {number} has page {page}, which has no memory")
             lease.open |= 1 << at
-            table.restore(page, PageState.LEASED, generation)
+            table.restore(page, PageState.LEASED, generation, owner=charged)
             if lease.keys[at] is not None:
                 lease.keyed |= 1 << at
         lease.revoked = int.from_bytes(value["revoked"], "little") & lease.open

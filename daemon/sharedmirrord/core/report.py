@@ -65,6 +65,7 @@ def _pool(state: State, pool: Pool) -> dict[str, Any]:
         "bytes_saved_per_host_page": _saved(pool),
         "state": "ready" if pool.ready else "forming",
         "ranks_attached": ranks,
+        "engines": _engines(state, pool),
         "pages": _counts(state, pool),
         "hits": pool.hits,
         "misses": pool.misses,
@@ -77,6 +78,28 @@ def _pids(state: State, sessions: Iterable[int]) -> list[int]:
     return sorted(state.sessions[number].peer.pid for number in sessions)
 
 
+def _engines(state: State, pool: Pool) -> dict[str, dict[str, int]]:
+    """What each engine has of the pool: those that are attached, and those whose pages are still there."""
+    table = pool.table
+    if table is None:
+        return {}
+    held: dict[str, int] = {}
+    limits: dict[str, int] = {}
+    for incarnation in state.incarnations.values():
+        if incarnation.pool_name == pool.name:
+            held[incarnation.engine] = held.get(incarnation.engine, 0) + incarnation.held
+            limits[incarnation.engine] = pool.share if incarnation.max_held is None else incarnation.max_held
+    return {
+        name: {
+            "owned": table.owned.get(number, 0),
+            "held": held.get(name, 0),
+            "max_held": limits.get(name, 0),
+            "share": pool.share if number in pool.attached else 0,
+        }
+        for name, number in sorted(pool.owners.items())
+    }
+
+
 def _saved(pool: Pool) -> int:
     """Bytes of a page that ranks would store more than once if they shared nothing."""
     if not pool.ready:
@@ -87,7 +110,7 @@ def _saved(pool: Pool) -> int:
 
 def _lives(state: State, session_id: int) -> bool:
     session = state.sessions.get(session_id)
-    return session is not None and session.state in (SessionState.ATTACHED, SessionState.LOST)
+    return session is not None and session.lives
 
 
 def _counts(state: State, pool: Pool) -> dict[str, int]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from sharedmirror.errors import InstanceChanged, PoolInUse, PoolMismatch, PoolNotFound, UsageError
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import growth, hits, leases, room
+from sharedmirrord.core import growth, hits, leases, room, shares
 from sharedmirrord.core.durable import Delete, Put
-from sharedmirrord.core.model import Effects, Ended, Peer, Session, SessionState, State
+from sharedmirrord.core.model import Effects, Ended, Peer, Pool, Session, SessionState, State
 
 
 def check_resume(state: State, number: int, peer: Peer) -> None:
@@ -83,6 +83,8 @@ def detach(state: State, session: Session, arguments: dict[str, Any], now: float
     hits.holder_ended(state, session, out)
     hits.worker_gone(state, session, out)
     _leave_rank(state, session)
+    if session.pool is not None:
+        shares.recount(state, state.pools[session.pool])
     state.moved = True
     if unmapped:
         forget(state, session, "detached", now, out)
@@ -91,20 +93,26 @@ def detach(state: State, session: Session, arguments: dict[str, Any], now: float
     return {}
 
 
+def pool_named(state: State, name: str, tag: str | None) -> Pool:
+    """Return the pool of this name; ``tag`` None: whichever there is. Raises PoolNotFound or PoolMismatch."""
+    pools = [pool for pool in state.pools.values() if pool.name == name and tag in (None, pool.tag)]
+    if not pools:
+        tagged = f" with tag {tag!r}" if tag is not None else ""
+        raise PoolNotFound(f"there is no pool {name!r}{tagged}; `sharedmirror status` lists those there are", pool=name)
+    if len(pools) > 1:
+        raise PoolMismatch(
+            f"{len(pools)} pools are named {name!r}; say which tag: {sorted(pool.tag for pool in pools)}"
+        )
+    return pools[0]
+
+
 def drop(state: State, name: str, tag: str | None, out: Effects) -> int:
     """Give a pool's memory and cache up; returns the bytes freed.
 
     Raises PoolNotFound, PoolMismatch when several tags have this name, and PoolInUse while any process,
     however it ended, may still map the pool.
     """
-    pools = [pool for pool in state.pools.values() if pool.name == name and tag in (None, pool.tag)]
-    if not pools:
-        raise PoolNotFound(f"there is no pool {name!r}" + (f" with tag {tag!r}" if tag is not None else ""))
-    if len(pools) > 1:
-        raise PoolMismatch(
-            f"{len(pools)} pools are named {name!r}; say which tag: {sorted(pool.tag for pool in pools)}"
-        )
-    (pool,) = pools
+    pool = pool_named(state, name, tag)
     users = room.users(state, pool)
     if users or not pool.ready:
         pids = sorted({session.peer.pid for session in users} | {pid for session in users for pid in session.holders})
@@ -120,6 +128,8 @@ def died(state: State, session: Session, now: float, out: Effects) -> None:
     leases.writer_ended(state, session, False, out)
     leases.owner_ended(state, session, out)
     hits.holder_ended(state, session, out)
+    if session.pool is not None:
+        shares.recount(state, state.pools[session.pool])
     state.moved = True
 
 
@@ -153,6 +163,8 @@ def forget(state: State, session: Session, how: str, now: float, out: Effects) -
         _drop_empty_incarnations(state, out)
     growth.worker_gone(state, session)
     del state.sessions[session.id]
+    if session.pool is not None:
+        shares.recount(state, state.pools[session.pool])
     state.survivors.discard(session.id)
     state.waiters = [waiter for waiter in state.waiters if waiter.session != session.id]
     out.forgotten.append(session.id)
