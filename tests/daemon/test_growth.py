@@ -167,6 +167,22 @@ def test_it_reclaims_idle_pools_to_grow(driver: Notes) -> None:
     assert f"event=pool_reclaimed pool='b' tag='' bytes={12 * MIB} for='a'" in driver.notes
 
 
+def test_two_engines_share_what_has_memory_and_it_grows_with_their_shares(driver: Notes) -> None:
+    a = engine(driver, "a")
+    z = driver.engine("z", pool="a", world_size=1, planes=PLANES, num_host_pages=None)
+    assert driver.pool("a").share == (STEP - 1) // 2
+    held = a.lease(20)
+    assert (driver.backed("a"), driver.pool("a").share) == (2 * STEP, STEP - 1)
+    with pytest.raises(NoPages, match="may hold 127"):
+        z.lease(5 * STEP)
+    assert (driver.backed("a"), driver.pool("a").share) == (8 * STEP, 4 * STEP - 1)
+    driver.ask(a.scheduler, "abort", lease=held["lease"], pages=None)
+    a.drained(0, [held["lease"]])
+    waiting(driver, "b", 4 * STEP)
+    driver.answer(a.workers[0], z.workers[0])
+    assert (driver.backed("a"), driver.pool("a").share) == (4 * STEP, 2 * STEP - 1)
+
+
 def test_a_worker_asks_what_it_may_map(driver: Notes) -> None:
     a = engine(driver, "a")
     a.lease(2 * STEP)

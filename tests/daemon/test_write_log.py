@@ -229,7 +229,7 @@ def run() -> Run:
     with recording(driver.storage) as driver.run.log:
         tell(driver)
         stretch(driver)
-        wander(driver, random.Random(4), 700)
+        wander(driver, random.Random(4), 800)
     return driver.run
 
 
