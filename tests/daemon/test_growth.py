@@ -173,9 +173,13 @@ def test_two_engines_share_what_has_memory_and_it_grows_with_their_shares(driver
     assert driver.pool("a").share == (STEP - 1) // 2
     held = a.lease(20)
     assert (driver.backed("a"), driver.pool("a").share) == (2 * STEP, STEP - 1)
-    with pytest.raises(NoPages, match="may hold 127"):
+    with pytest.raises(NoPages, match="may hold 31"):
         z.lease(5 * STEP)
+    assert driver.backed("a") == 2 * STEP, "the largest share would not do"
+    z.lease(4 * STEP - 1)
     assert (driver.backed("a"), driver.pool("a").share) == (8 * STEP, 4 * STEP - 1)
+    driver.ask(z.scheduler, "abort", lease=max(driver.state.leases), pages=None)
+    z.drained(0, [max(driver.state.leases)])
     driver.ask(a.scheduler, "abort", lease=held["lease"], pages=None)
     a.drained(0, [held["lease"]])
     waiting(driver, "b", 4 * STEP)

@@ -33,18 +33,19 @@ _EVICT_PAGES = 2048
 def grow(state: State, pool: Pool, wanted: int, out: Effects, least: int = 0) -> None:
     """Back more pages, so that ``wanted`` can be granted without an eviction, as far as there is room.
 
-    At least ``least`` pages are to have memory, so that an engine's share of them is large enough.
+    At least ``least`` pages are to have memory, so that an engine's share of them is large enough; more than the
+    pool may have are in vain.
     A pool below its fair share has others give back for what it misses; that comes later.
     """
     elastic, table = pool.elastic, pool.table
-    if elastic is None or table is None:
+    if elastic is None or table is None or least > elastic.most:
         return
     if wanted > table.free and table.sweeping:
         table.sweep(wanted - table.free)
     elastic.wanted = 0
 
     def short() -> int:
-        return max(0, wanted - table.free, min(least, elastic.most) - elastic.backed)
+        return max(0, wanted - table.free, least - elastic.backed)
 
     if not short():
         return
