@@ -30,6 +30,7 @@ from sharedmirror.copies.pairs import Ids, PagePairs, check_pairs
 from sharedmirror.copies.sharing import Part, SharedStoreEngine, subset, take_samples
 from sharedmirror.errors import (
     CopyError,
+    MemoryFault,
     RankError,
     SharedMirrorError,
     StaleLease,
@@ -271,7 +272,12 @@ class SharedHostMirror:
                 if may is not None:
                     may(self._pages_of(frames))
                 self._attachment.back(last // self.frames_per_page + 1)
-            self._attachment.require(last, self._slice_bytes)
+            try:
+                self._attachment.require(last, self._slice_bytes)
+            except MemoryFault:
+                if may is not None:
+                    may(self._pages_of(frames))  # given back, because the lease or hit is over
+                raise
         return device, frames
 
     # -- copies under leases and hits: leased pools ----------------------------------------------

@@ -121,7 +121,9 @@ class HostRegistration:
             while self._registered and self._registered[-1] >= end:
                 self._call("cuMemHostUnregister", self._registered[-1])
                 self._registered.pop()
-        self._ready, self._end = min(self._ready, end), end
+        with self._changed:
+            self._ready, self._end = min(self._ready, end), end
+            self._changed.notify_all()
 
     def _settle(self) -> None:
         """Let what is registered in the background come to its end."""
@@ -177,9 +179,11 @@ class HostRegistration:
         if self._ready >= end:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._ready >= end or self._fault is not None or self._stop)
+            self._changed.wait_for(
+                lambda: self._ready >= end or self._fault is not None or self._stop or self._end < end
+            )
         if self._ready < end:
-            raise self._fault or MemoryFault("the region was given back while it was being registered")
+            raise self._fault or MemoryFault("the memory was given back while it was being registered")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
