@@ -11,7 +11,9 @@ bytes, times in seconds; later releases add fields and take none away under the 
   ``pinned_bytes``, ``huge_page_share`` (0 to 1), ``keep`` (whether the arena stays on exit), ``rss_bytes``.
 - ``arena``: ``bytes_total``, ``bytes_ready`` (prefaulted), ``bytes_allocated`` (in pools), ``bytes_free``.
 - ``pools``, each: ``id``, ``name``, ``tag``, ``number`` (raised by ``clear``), ``kind`` ("static", "leased"),
-  ``layout`` ("slab", "page"), ``page_size``, ``frames_per_page``, ``world_size``, ``num_host_pages``,
+  ``layout`` ("slab", "page"), ``page_size``, ``frames_per_page``, ``world_size``, ``num_host_pages`` (the most that it
+  may have), ``min_host_pages``, ``backed_pages`` (those that have memory now), ``giving_back_pages`` (how many of them
+  are to go), ``giving_back_awaits`` (pids that have yet to unmap some),
   ``bytes_per_host_page`` (over all ranks), ``bytes_saved_per_host_page`` (spared by sharing),
   ``state`` ("forming", "ready"), ``ranks_attached`` (engine to its ranks),
   ``pages`` (counts: ``reserved``, ``free``, ``leased``, ``sealed``, ``pinned`` (of the sealed), ``quarantined``),

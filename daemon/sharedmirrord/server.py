@@ -179,7 +179,7 @@ class Server:
 
     def _apply(self, event: machine.Event) -> None:
         effects = machine.apply(self.state, event, time.monotonic())
-        if effects.writes or effects.replies or effects.pushes or effects.forgotten:
+        if effects.writes or effects.replies or effects.pushes or effects.forgotten or effects.notes:
             self._unsaved.append(effects)
             self._save()
         self._set_timer()
@@ -199,6 +199,8 @@ class Server:
                 return
             self._unsaved.pop(0)
             self.alarms.pop("records", None)
+            for note in effects.notes:
+                log.info("%s", note)
             failpoints.reach("reply.before")
             for session, body in [*effects.pushes, *effects.replies]:
                 life = self.lives.get(session)

@@ -24,6 +24,7 @@ from sharedmirror.errors import (
 )
 from sharedmirror.types import PoolKind
 from sharedmirrord.core import arguments as arg
+from sharedmirrord.core import growth
 from sharedmirrord.core.durable import Delete, Put, SetSlots
 from sharedmirrord.core.model import (
     Effects,
@@ -37,7 +38,7 @@ from sharedmirrord.core.model import (
     pack_bits,
 )
 from sharedmirrord.core.pages import PageTable
-from sharedmirrord.core.shares import Claim, may_hold
+from sharedmirrord.core.shares import Claim, may_hold, pages_to_hold
 from sharedmirrord.core.transitions import PageState
 
 _HIGH_STEP = 1024
@@ -102,6 +103,7 @@ def _open(
         )
     writers = _writers(state, session, pool)
     incarnation = state.incarnations[incarnation_of(session)]
+    growth.grow(state, pool, wanted, out, pages_to_hold(pool, incarnation, wanted))
     if incarnation.held + wanted > may_hold(pool, incarnation):
         raise _held_too_much(pool, incarnation, wanted)
     claim = Claim(pool.owners[incarnation.engine], pool.attached, pool.share)
@@ -159,6 +161,8 @@ def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int, incarnati
         f"{wanted} pages were asked for; pool {pool.name!r} has {free} free and {sealed} sealed pages, "
         f"of which {len(table.pins)} are pinned"
     )
+    if pool.elastic is not None:
+        message += f"; {pool.elastic.backed} of {table.pages} have memory"
     if state.survivors:
         pids = sorted(state.sessions[number].peer.pid for number in state.survivors)
         message += f"; after a restart nothing is evicted until the processes {pids} have resumed or are proven gone"

@@ -21,7 +21,7 @@ from sharedmirrord.core.durable import NO_PAGE, Slot
 from sharedmirrord.core.shares import NOBODY, Claim, Givers
 from sharedmirrord.core.transitions import TRANSITIONS, InvalidTransition, PageEvent, PageState
 
-_FREE, _LEASED, _SEALED = PageState.FREE, PageState.LEASED, PageState.SEALED
+_FREE, _LEASED, _SEALED, _RESERVED = PageState.FREE, PageState.LEASED, PageState.SEALED, PageState.RESERVED
 _PAGE_BITS = 32
 _PAGE_MASK = (1 << _PAGE_BITS) - 1
 _SCAN_PAGES = 16384
@@ -34,22 +34,30 @@ _Heads = list[tuple[int, int]]
 
 
 class PageTable:
-    """States of ``pages`` host pages; page 0 is the null page and stays reserved."""
+    """States of ``pages`` host pages; page 0 is the null page and stays reserved.
 
-    def __init__(self, pages: int) -> None:
+    Only the first ``backed`` pages (None: all) have memory; ``provide`` and ``withdraw`` change that.
+    """
+
+    def __init__(self, pages: int, backed: int | None = None) -> None:
+        backed = pages if backed is None else backed
         self.pages = pages
-        self.states = bytearray(pages)
-        self.states[0] = PageState.RESERVED
+        self.limit = pages
+        """Pages from here on are not granted, because they are to be withdrawn."""
+        self.states = bytearray(backed) + bytes([_RESERVED]) * (pages - backed)
+        self.states[0] = _RESERVED
         self.generations = array("Q", bytes(8 * pages))
         self.keys: list[bytes | None] = [None] * pages
         self.index: dict[bytes, int] = {}
         self.pins: dict[int, int] = {}
         self.counts = [0] * len(PageState)
-        self.counts[PageState.RESERVED] = 1
-        self.counts[_FREE] = pages - 1
+        self.counts[_RESERVED] = 1 + pages - backed
+        self.counts[_FREE] = backed - 1
         self.evictions = 0
         self.changes = ChangeLog()
-        self._free = array("I", range(pages - 1, 0, -1))
+        self._free = array("I", range(backed - 1, 0, -1))
+        self._beyond: list[int] = []
+        """Free pages from ``limit`` on."""
         self._parents = array("I", [NO_PAGE]) * pages
         self._parent_generations = array("Q", bytes(8 * pages))
         self._children = array("I", bytes(4 * pages))
@@ -89,6 +97,35 @@ class PageTable:
             states[page] = new
         self.counts[before] -= len(pages)
         self.counts[new] += len(pages)
+
+    # -- memory that comes and goes --------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """How many pages can be granted without an eviction."""
+        return len(self._free)
+
+    def provide(self, first: int, end: int) -> None:
+        """Pages from ``first`` up to ``end`` have memory: the reserved ones among them become free."""
+        pages = [page for page in range(max(first, 1), end) if self.states[page] == _RESERVED]
+        self._move_all(pages, _RESERVED, PageEvent.PROVIDE)
+        # Granted last: so a pool's end stays free for as long as can be.
+        self._free = array("I", reversed(pages)) + self._free
+
+    def set_limit(self, limit: int) -> None:
+        """Grant no page from ``limit`` on; ``withdraw`` takes those that are free."""
+        free = [*self._beyond, *self._free]
+        self.limit = limit
+        self._free = array("I", [page for page in free if page < limit])
+        self._beyond = [page for page in free if page >= limit]
+
+    def withdraw(self) -> None:
+        """Reserve the pages from ``limit`` on that are free by now."""
+        pages, self._beyond = self._beyond, []
+        self._move_all(pages, _FREE, PageEvent.WITHDRAW)
+
+    def _freed(self, page: int) -> None:
+        (self._free if page < self.limit else self._beyond).append(page)
 
     # -- leasing ---------------------------------------------------------------------------------
 
@@ -132,7 +169,7 @@ class PageTable:
         """Free a leased or quarantined page for whose every writer there is evidence."""
         self._move(page, PageEvent.PROVE if self.states[page] == PageState.QUARANTINED else PageEvent.DISCARD)
         self._charge(self._owners[page], -1)
-        self._free.append(page)
+        self._freed(page)
 
     def doubt(self, page: int) -> None:
         """Quarantine a leased page: a writer's fate is unknown."""
@@ -158,9 +195,7 @@ class PageTable:
 
     # -- keys ------------------------------------------------------------------------------------
 
-    def seal(
-        self, entries: Iterable[tuple[int, bytes, bytes | None]]
-    ) -> tuple[list[int], list[int], list[list[int]]]:
+    def seal(self, entries: Iterable[tuple[int, bytes, bytes | None]]) -> tuple[list[int], list[int], list[list[int]]]:
         """Bind keys to leased pages and make them readable; an entry is page, key and the key it hangs on.
 
         A page whose key another page has already is freed. Returns the pages sealed, the pages sealed
@@ -260,7 +295,7 @@ class PageTable:
         self._charge(self._owners[page], -1)
         self._tidy(self._owners[page])
         self._move(page, PageEvent.EVICT)
-        self._free.append(page)
+        self._freed(page)
         self.evictions += 1
         return key
 
@@ -300,7 +335,8 @@ class PageTable:
                 self._stale.pop()
         self._discharge(freed)
         self._move_all(freed, _SEALED, PageEvent.EVICT)
-        self._free.extend(freed)
+        for page in freed:
+            self._freed(page)
         return freed
 
     def readable(self, start: int, limit: int) -> tuple[list[bytes], int | None]:
@@ -348,7 +384,7 @@ class PageTable:
                 self._forget_key(page)
                 self._charge(self._owners[page], -1)
                 self._move(page, PageEvent.EVICT)
-                self._free.append(page)
+                self._freed(page)
                 freed.append(page)
         return freed
 
@@ -445,7 +481,7 @@ class PageTable:
                     break
                 heads = self._heads(givers)
                 due = self._due(heads, givers)
-            elif page in protected:
+            elif page in protected or page >= self.limit:
                 spared.append(page)
             else:
                 victims.append(page)
@@ -546,8 +582,10 @@ class PageTable:
         ]
         if sum(self.counts) != self.pages:
             found.append("1: counts do not sum to the page count")
-        if sorted(self._free) != [page for page in range(self.pages) if self.states[page] == _FREE]:
+        if sorted([*self._free, *self._beyond]) != [p for p in range(self.pages) if self.states[p] == _FREE]:
             found.append("2: the free list is not the free pages")
+        if max(self._free, default=-1) >= self.limit or min(self._beyond, default=self.limit) < self.limit:
+            found.append(f"2: a page from {self.limit} on can be granted, or one before it cannot")
         found += [
             f"5: key of page {page} leads to a page that is {PageState(self.states[page]).name}"
             for key, page in self.index.items()

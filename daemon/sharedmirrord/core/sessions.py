@@ -11,8 +11,8 @@ from typing import Any
 
 from sharedmirror.errors import InstanceChanged, PoolInUse, PoolMismatch, PoolNotFound, UsageError
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import hits, leases, shares
-from sharedmirrord.core.durable import Delete, DropTable, Put
+from sharedmirrord.core import growth, hits, leases, room, shares
+from sharedmirrord.core.durable import Delete, Put
 from sharedmirrord.core.model import Effects, Ended, Peer, Pool, Session, SessionState, State
 
 
@@ -53,6 +53,7 @@ def resume(
         hits.let_go(state, state.hits[number], out)
     leases.ask_again(state, session, out)
     hits.ask_again(state, session, out)
+    growth.ask_again(state, session, out)
 
 
 def withdraw(state: State, session: Session, out: Effects) -> None:
@@ -61,7 +62,6 @@ def withdraw(state: State, session: Session, out: Effects) -> None:
         pool.announced = {rank: holder for rank, holder in pool.announced.items() if holder != session.id}
         pool.planes = {rank: planes for rank, planes in pool.planes.items() if rank in pool.announced}
         pool.asked = {rank: count for rank, count in pool.asked.items() if rank in pool.announced}
-        pool.num_host_pages = next((count for count in pool.asked.values() if count is not None), None)
         state.moved = True
         if not pool.announced:
             del state.pools[pool.id]
@@ -113,22 +113,11 @@ def drop(state: State, name: str, tag: str | None, out: Effects) -> int:
     however it ended, may still map the pool.
     """
     pool = pool_named(state, name, tag)
-    users = [session for session in state.sessions.values() if session.pool == pool.id]
+    users = room.users(state, pool)
     if users or not pool.ready:
         pids = sorted({session.peer.pid for session in users} | {pid for session in users for pid in session.holders})
         raise PoolInUse(f"pool {name!r} is in use by processes {pids}; end them first", pids=pids)
-    held = [lease.pool for lease in state.leases.values()] + [hit.pool for hit in state.hits.values()]
-    if pool.id in held:
-        raise RuntimeError(f"pool {name!r} has leases or hits and no session")
-    for region in pool.regions:
-        for _arena, offset, size_bytes in region.extents:
-            state.space.release(offset, size_bytes)
-    del state.pools[pool.id]
-    if pool.table is not None:
-        out.writes.append(DropTable(pool.id))
-    out.writes += [Delete("pool", pool.id), Delete("marks", pool.id)]
-    state.moved = True
-    return sum(region.size_bytes for region in pool.regions)
+    return room.drop(state, pool, out)
 
 
 def died(state: State, session: Session, now: float, out: Effects) -> None:
@@ -163,6 +152,7 @@ def forget(state: State, session: Session, how: str, now: float, out: Effects) -
     incarnation = state.incarnations.get(session.incarnation) if session.incarnation is not None else None
     if incarnation is not None and session.pool is not None:
         pool = state.pools[session.pool]
+        pool.used = now
         state.ended.append(
             Ended(
                 session.id, session.peer.pid, incarnation.engine, session.role.value, session.rank, pool.name, how, now
@@ -171,6 +161,7 @@ def forget(state: State, session: Session, how: str, now: float, out: Effects) -
         incarnation.sessions.discard(session.id)
         out.writes += [Delete("session", session.id), Delete("result", session.id)]
         _drop_empty_incarnations(state, out)
+    growth.worker_gone(state, session)
     del state.sessions[session.id]
     if session.pool is not None:
         shares.recount(state, state.pools[session.pool])
