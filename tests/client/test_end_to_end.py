@@ -84,6 +84,9 @@ def do(mirror: SharedHostMirror, pool: SimpleNamespace, what: str, *arguments: A
     elif what == "fill":
         for tensor in tensors(pool):
             tensor.fill_(arguments[0])
+    elif what == "remake":
+        for tensor, made in zip(tensors(pool), tensors(make_pool(*arguments)), strict=True):
+            tensor.copy_(made)
     elif what == "host":
         return [host[arguments[0]].clone() for _, host in mirror.tensor_pairs]
     elif what == "page":

@@ -271,7 +271,7 @@ class Driver:
         head = 0
         if scheduler:
             head = self.hello(Role.SCHEDULER)
-            named = {name: changes[name] for name in ("pool", "launch") if name in changes}
+            named = {name: changes[name] for name in ("pool", "launch", "max_held") if name in changes}
             self.ask(head, "attach", **({"pool": "p", "engine": engine} | named))
         return Engine(self, engine, workers, head, replies)
 

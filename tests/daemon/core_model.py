@@ -117,7 +117,7 @@ class Model:
     def joined(self, session: ModelSession) -> None:
         if session.rank is not None:
             before = self.ranks.get((session.incarnation, session.rank))
-            assert before is None or self.sessions[before].life in DEAD, "rank taken from a living process"
+            assert before is None or self.sessions[before].life in DEAD, "invariant 4: rank taken from a living process"
             self.ranks[session.incarnation, session.rank] = session.id
         self.sessions[session.id] = session
 

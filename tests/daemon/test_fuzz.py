@@ -100,7 +100,7 @@ def test_an_oversized_frame_is_refused_before_its_bytes_arrive(size: int, some: 
 # -- requests ------------------------------------------------------------------------------------
 
 GOOD: dict[str, list[dict[str, Any]]] = {
-    "attach": [attach_arguments(), attach_arguments(rank=1, engine="f"), {"pool": "p", "engine": "e"},
+    "attach": [attach_arguments(), attach_arguments(rank=1, engine="f"), {"pool": "p", "engine": "e", "max_held": 3},
                attach_arguments(pool="s", kind="static", world_size=1), attach_arguments(pool="new", world_size=1)],
     "detach": [{"unmapped": True}, {"unmapped": False}],
     "lease": [{"n": 1}, {"n": 3, "wait_s": 1.0}],
@@ -148,7 +148,7 @@ def mutate(draw: st.DrawFn, value: Any) -> Any:
 def busy_driver() -> DurableDriver:
     """A daemon with sessions of every kind, leases, hits and keys."""
     driver = DurableDriver()
-    engine = driver.engine("e", num_host_pages=6)
+    engine = driver.engine("e", num_host_pages=6, max_held=5)
     other = driver.engine("f", num_host_pages=6)
     driver.engine("g", pool="s", world_size=1, kind="static", scheduler=False, num_host_pages=6)
     engine.cache(b"a", b"b")

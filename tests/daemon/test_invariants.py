@@ -13,6 +13,7 @@ from sharedmirrord.core import hits, leases, machine
 from sharedmirrord.core.durable import Delete, SetSlots
 from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Session, State, Waiter, each_bit
 from sharedmirrord.core.pages import PageTable
+from sharedmirrord.core.shares import Givers
 from sharedmirrord.core.transitions import PageState
 from tests.daemon.core_story import CoreStory
 
@@ -200,6 +201,51 @@ def a_hit_is_not_recorded(patch: pytest.MonkeyPatch) -> None:
 @bug("records")
 def freed_pages_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hits, "SetSlots", lambda pool, slots: Delete("slots", 0))
+
+
+@bug("shares:|no_pages")
+def everybody_gives_to_an_engine_over_its_share(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Givers, "may_give", lambda givers, owner: True)
+
+
+@bug("shares:|no_pages")
+def an_engine_goes_on_giving_when_it_is_within_its_share(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Givers, "took", lambda givers, owner: False)
+
+
+@bug("no_pages|model: reserve|model: lease")
+def an_engine_over_its_share_is_served_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Givers, "widen", lambda givers: bool(givers.over) and not givers.over.clear())
+
+
+@bug("shares:|owners have|no_pages")
+def a_page_stays_with_its_first_owner(patch: pytest.MonkeyPatch) -> None:
+    grant = PageTable.grant
+
+    def wrong(table: PageTable, *arguments: Any, **more: Any) -> Any:
+        before = list(table._owners)
+        found = grant(table, *arguments, **more)
+        for page, owner in enumerate(before):
+            if owner and found and page in found[0]:
+                table._charge(table._owners[page], -1)
+                table._charge(owner, 1)
+                table._owners[page] = owner
+        return found
+
+    patch.setattr(PageTable, "grant", wrong)
+
+
+@bug("invariant 5|refused|no_pages|instead of")
+def what_a_released_hit_held_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
+    settle = hits.settle
+
+    def wrong(state: State, hit: OpenHit, out: Effects) -> bool:
+        done = settle(state, hit, out)
+        if done:
+            state.incarnations[hit.incarnation].held += len(hit.pages)
+        return done
+
+    patch.setattr(hits, "settle", wrong)
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -285,7 +285,7 @@ def test_nothing_is_evicted_until_every_survivor_is_back_or_gone(
     life = Comeback(start)
     workers = engine(processes, life, world_size=1, pages=9)
     (survivor,) = engine(processes, life, world_size=1, pages=9, engine="other")
-    with connect(life.socket) as client:
+    with connect(life.socket, max_held=8) as client:
         keys = keys_of(*range(8))
         publish(client, workers, keys)
         stop(survivor)

@@ -95,6 +95,9 @@ def test_the_answer_to_attach_is_kept_for_a_retry(driver: DurableDriver, engine:
 
 def test_survivors_block_eviction_until_the_last_has_resumed_or_gone(driver: DurableDriver, engine: Engine) -> None:
     survivors = driver.engine("f", num_host_pages=8, scheduler=False).workers
+    head = driver.hello(Role.SCHEDULER)
+    driver.ask(head, "attach", pool="p", engine="e", max_held=7)
+    driver.kill(head)
     engine.cache(*(b"%d" % i for i in range(7)))
     after = engine.driver = driver.restarted()
     assert isinstance(after, DurableDriver)

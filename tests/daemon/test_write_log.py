@@ -70,8 +70,8 @@ class LoggedDriver(DurableDriver):
 
 def tell(driver: LoggedDriver) -> None:
     """A run in which everything happens that leaves a record."""
-    e = driver.engine("e", num_host_pages=9)
-    f = driver.engine("f", num_host_pages=9)
+    e = driver.engine("e", num_host_pages=11, max_held=8)
+    f = driver.engine("f", num_host_pages=11)
     driver.engine("s", world_size=1, pool="static", kind="static", scheduler=False, num_host_pages=3)
     ask = driver.ask
     e.cache(b"a", b"b", b"c")
@@ -95,7 +95,7 @@ def tell(driver: LoggedDriver) -> None:
     ask(e.scheduler, "abort", lease=many["lease"], pages=many["pages"][1:2])
     driver.gone(f.workers[0])
     fresh = driver.hello()
-    driver.ask_attach(fresh, engine="f", rank=0, num_host_pages=9)
+    driver.ask_attach(fresh, engine="f", rank=0, num_host_pages=11)
     e.drained(0, pages=[[many["lease"], many["pages"][1:2]]])
     ask(e.scheduler, "clear")
     e.drained(0, [many["lease"]])
@@ -107,6 +107,7 @@ def tell(driver: LoggedDriver) -> None:
     f.drained(1, [half["lease"]])
     f.workers[0] = fresh
     f.cache(b"a", b"new")
+    ask(driver.hello(Role.SCHEDULER), "attach", pool="p", engine="f", max_held=6)
     last = e.lease(5)
     e.commit(last["lease"], last["pages"][2:], ranks=[1])
     f.lookup(b"a", mode="each")
@@ -173,7 +174,7 @@ def wander(driver: LoggedDriver, rng: random.Random, steps: int) -> None:
                 if rank is None:
                     driver.send(driver.hello(Role.SCHEDULER), "attach", pool="p", engine=engine)
                 else:
-                    driver.attach(driver.hello(), engine=engine, rank=rank, num_host_pages=9)
+                    driver.attach(driver.hello(), engine=engine, rank=rank, num_host_pages=11)
         session = rng.choice([number for number, s in state.sessions.items() if s.connected])
         worker = state.sessions[session].rank is not None
         lease = rng.choice(list(state.leases.values())) if state.leases else None
