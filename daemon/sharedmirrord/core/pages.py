@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from sharedmirrord.core.durable import NO_PAGE, Slot
 from sharedmirrord.core.transitions import TRANSITIONS, InvalidTransition, PageEvent, PageState
@@ -21,6 +22,22 @@ from sharedmirrord.core.transitions import TRANSITIONS, InvalidTransition, PageE
 _FREE, _LEASED, _SEALED = PageState.FREE, PageState.LEASED, PageState.SEALED
 _PAGE_BITS = 32
 _PAGE_MASK = (1 << _PAGE_BITS) - 1
+
+
+class Observer(Protocol):
+    """Is told which keys lead to pages; it must change nothing here."""
+
+    def bound(self, page: int, key: bytes, generation: int) -> None:
+        """A key leads to a page from now on."""
+        ...
+
+    def unbound(self, page: int, key: bytes) -> None:
+        """A key leads to its page no more; nothing else of the page has changed yet."""
+        ...
+
+    def cleared(self) -> None:
+        """No key leads anywhere any more."""
+        ...
 
 
 class PageTable:
@@ -38,6 +55,7 @@ class PageTable:
         self.counts[PageState.RESERVED] = 1
         self.counts[_FREE] = pages - 1
         self.evictions = 0
+        self.observer: Observer | None = None
         self._free = array("I", range(pages - 1, 0, -1))
         self._parents = array("I", [NO_PAGE]) * pages
         self._parent_generations = array("Q", bytes(8 * pages))
@@ -129,6 +147,8 @@ class PageTable:
         self._move(page, PageEvent.SEAL)
         self.keys[page] = key
         self.index[key] = page
+        if self.observer is not None:
+            self.observer.bound(page, key, self.generations[page])
         self._tick += 1
         self._used[page] = self._tick
         parent = self.index.get(parent_key) if parent_key is not None else None
@@ -183,6 +203,8 @@ class PageTable:
         self.keys[page] = None
         if self.index.get(key) == page:
             del self.index[key]
+            if self.observer is not None:
+                self.observer.unbound(page, key)
         self._parents[page] = NO_PAGE
         self._children[page] = 0
         return key
@@ -204,6 +226,8 @@ class PageTable:
         Pinned pages stay sealed and readable for their holders, and are freed with their last pin.
         """
         freed = len(self.index) - sum(self.index.get(self.keys[page] or b"") == page for page in self.pins)
+        if self.observer is not None:
+            self.observer.cleared()
         self._stale.append((self.index, self._heap))
         self.index, self._heap = {}, []
         self._awaited.clear()
