@@ -432,4 +432,10 @@ def _welcome(state: State, pool: Pool, session: Session, rank: int) -> dict[str,
         "released": [hit.id for hit in state.hits.values() if hit.released],
         "hits": [hit.id for hit in state.hits.values() if hit.pool == pool.id and not hit.released],
         "hit_floor": state.next_id,
+        # What its schedulers took while there was no daemon: below these numbers only what is open above.
+        "away": [
+            [other.id, other.away]
+            for other in map(state.sessions.__getitem__, state.incarnations[leases.incarnation_of(session)].sessions)
+            if other.role is Role.SCHEDULER
+        ],
     }

@@ -14,6 +14,7 @@ from sharedmirror.errors import (
     DaemonUnavailable,
     KeyInputError,
     NoPages,
+    NotResumed,
     PageError,
     RanksMissing,
     ShardMismatch,
@@ -89,7 +90,7 @@ def _open(
             f"{wanted} pages were asked for; pool {pool.name!r} leases {table.pages - 1} at most", asked=wanted
         )
     writers = _writers(state, session, pool)
-    granted = table.grant(wanted, protected or (), may_evict=not state.survivors)
+    granted = table.grant(wanted, protected or (), may_evict=not state.waited_for(pool.id))
     if granted is None:
         raise _no_pages(state, pool, table, wanted)
     pages, generations, evicted = granted
@@ -129,10 +130,21 @@ def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int) -> NoPage
         f"{wanted} pages were asked for; pool {pool.name!r} has {free} free and {sealed} sealed pages, "
         f"of which {len(table.pins)} are pinned"
     )
-    if state.survivors:
-        pids = sorted(state.sessions[number].peer.pid for number in state.survivors)
+    pids = state.waited_for(pool.id)
+    if pids:
         message += f"; after a restart nothing is evicted until the processes {pids} have resumed or are proven gone"
     return NoPages(message, asked=wanted)
+
+
+def refuse_to_free(state: State, pool: Pool, what: str) -> None:
+    """Raise NotResumed while somebody may load sealed pages of the pool under a hit that is not known yet."""
+    pids = state.waited_for(pool.id)
+    if pids:
+        raise NotResumed(
+            f"{what} of pool {pool.name!r} must wait: after a restart nothing is freed until the processes {pids} "
+            f"have resumed or are proven gone; end them, or let them run on",
+            pids=pids,
+        )
 
 
 def incarnation_of(session: Session) -> int:

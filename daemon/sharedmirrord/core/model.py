@@ -60,6 +60,8 @@ class Session:
     leases: set[int] = field(default_factory=set)
     """Leases that this session took; they are revoked when it ends."""
     hits: set[int] = field(default_factory=set)
+    away: int = 0
+    """Hits that it took without a daemon, with numbers below, are over or known; see ``core.away``."""
 
     @property
     def may_copy(self) -> bool:
@@ -78,6 +80,7 @@ class Session:
             "pool": self.pool,
             "incarnation": self.incarnation,
             "rank": self.rank,
+            "away": self.away,
         }
 
 
@@ -332,6 +335,8 @@ class State:
     """Whether the arena's memory is there; nobody attaches before."""
     survivors: set[int] = field(default_factory=set)
     """Sessions from before a restart that have neither resumed nor gone; nothing is evicted meanwhile."""
+    fences: set[int] = field(default_factory=set)
+    """Hits without pages that hold back all freeing in their pools; see ``core.away``."""
     stopping: bool = False
     sweeping: bool = False
     """Whether pages of a cleared pool are left to be freed: the next event goes on with it."""
@@ -342,6 +347,14 @@ class State:
         """Return a number that was never used before in this state."""
         self.next_id += 1
         return self.next_id - 1
+
+    def waited_for(self, pool: int) -> list[int]:
+        """Return the processes that have not spoken since a restart: nothing sealed is freed before."""
+        waited = set(self.survivors)
+        for number in self.fences:
+            if self.hits[number].pool == pool:
+                waited |= self.hits[number].awaited
+        return sorted({self.sessions[number].peer.pid for number in waited})
 
     def workers(self, incarnation: int) -> Iterator[Session]:
         """Yield the worker sessions of an incarnation that may still hold its memory."""
