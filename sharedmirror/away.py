@@ -48,9 +48,10 @@ class Found(NamedTuple):
 class Away:
     """One session's index, and the hits that it took from it; ``index`` is None where there is none."""
 
-    def __init__(self, session: int) -> None:
+    def __init__(self, mark: int) -> None:
+        """``mark`` names this scheduler's hits; the daemon gave it with the answer to ``attach``."""
         self.index: IndexReader | None = None
-        self._session = session
+        self._mark = mark
         self._lock = threading.Lock()
         self._fd = -1
         self._hits: dict[int, tuple[list[int], list[int]]] = {}
@@ -111,7 +112,7 @@ class Away:
     def _hold(self, pages: list[int], index: IndexReader) -> HitId:
         if self._pages + len(pages) > _MOST_PAGES:
             raise DaemonUnavailable(f"the daemon is away, and {self._pages} pages are held meanwhile; release some")
-        hit = away_hit(self._session, self._next)
+        hit = away_hit(self._mark, self._next)
         self._next += 1
         self._hits[hit] = pages, index.generations(pages)
         self._pages += len(pages)

@@ -123,7 +123,7 @@ def connect(
     except BaseException:
         channel.close()
         raise
-    return Client(channel, PoolId(body["pool"]), int(body["num_host_pages"]))
+    return Client(channel, PoolId(body["pool"]), int(body["num_host_pages"]), int(body["mark"]))
 
 
 class Client:
@@ -133,14 +133,14 @@ class Client:
     and ForkedError in a forked child.
     """
 
-    def __init__(self, channel: Channel, pool: PoolId, num_host_pages: int) -> None:
+    def __init__(self, channel: Channel, pool: PoolId, num_host_pages: int, mark: int) -> None:
         self.pool = pool
         self.num_host_pages = num_host_pages
         self._channel = channel
         self._closed = False
         self._leases: set[int] = set()
         self._hits: set[int] = set()
-        self._away = Away(channel.session)
+        self._away = Away(mark)
         self._arrived: list[int] = []
         channel.held = lambda: (sorted(self._leases), sorted(self._hits))
         channel.away = self._away

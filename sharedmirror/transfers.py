@@ -189,20 +189,20 @@ class Answer:
 class _AwayHits:
     """Which hits that a scheduler took without a daemon are over, by their numbers.
 
-    The daemon says so with a fence: all hits of a session below a number, but for those that it names.
+    The daemon says so with a fence: all hits of a scheduler below a number, but for those that it names.
     """
 
     def __init__(self) -> None:
         self.below: dict[int, int] = {}
-        """For each session of a scheduler, the number below which its hits are over or known to be open."""
+        """For the mark of each scheduler, the number below which its hits are over or known to be open."""
         self.since = 0
-        """Sessions below are from before this rank: those not in ``below`` have ended."""
+        """Schedulers with marks below came before this rank: those not in ``below`` have ended."""
 
     def past(self, hit: int) -> bool:
         """Whether a hit that is not known to be open is over."""
-        session, number = split_away_hit(hit)
-        below = self.below.get(session)
-        return session < self.since if below is None else number < below
+        mark, number = split_away_hit(hit)
+        below = self.below.get(mark)
+        return mark < self.since if below is None else number < below
 
 
 class Ledger:
@@ -239,7 +239,7 @@ class Ledger:
             self._lease_floor = int(reply.get("lease_floor", 0))
             self._hit_floor = int(reply.get("hit_floor", 0))
             self._away.since = self._hit_floor
-            self._away.below = {int(session): int(number) for session, number in reply.get("away", ())}
+            self._away.below = {int(mark): int(number) for mark, number in reply.get("away", ())}
 
     def begin_store(self, lease: Lease, pages: Iterable[int]) -> Transfer:
         """Enter a store into ``pages``; raises StaleLease or PageError, and enters nothing then."""
@@ -459,10 +459,10 @@ class Ledger:
         self._end(record, dead, by_commit=False)
 
     def _on_fences(self, fences: Iterable[list[Any]]) -> None:
-        for fence, session, below, still_open in fences:
-            self._away.below[session] = max(below, self._away.below.get(session, 0))
+        for fence, mark, below, still_open in fences:
+            self._away.below[mark] = max(below, self._away.below.get(mark, 0))
             self._hits_before.update(still_open)
-            loading = [hit for hit in self._hits if hit >= AWAY_HITS and split_away_hit(hit)[0] == session]
+            loading = [hit for hit in self._hits if hit >= AWAY_HITS and split_away_hit(hit)[0] == mark]
             over = [hit for hit in loading if self._away.past(hit) and hit not in still_open]
             self._hits_before.difference_update(over)
             self._released.update(over)

@@ -31,16 +31,16 @@ REGION_ALIGNMENT_BYTES = 2 << 20
 AWAY_HITS = 1 << 61
 """Hits that a scheduler takes while its daemon is gone have numbers from here on; the daemon's own stay below."""
 AWAY_NUMBERS = 1 << 24
-"""How many of them a session may take; the last number means all of them."""
+"""How many of them a scheduler may take; the last number means all of them."""
 
 
-def away_hit(session: int, number: int) -> HitId:
-    """Return the id of the ``number``-th hit that a session takes while the daemon is gone."""
-    return HitId(AWAY_HITS + session * AWAY_NUMBERS + number)
+def away_hit(mark: int, number: int) -> HitId:
+    """Return the id of the ``number``-th hit that a scheduler with this mark takes while the daemon is gone."""
+    return HitId(AWAY_HITS + mark * AWAY_NUMBERS + number)
 
 
 def split_away_hit(hit: int) -> tuple[int, int]:
-    """Return session and number of a hit of ``AWAY_HITS`` or above."""
+    """Return mark and number of a hit of ``AWAY_HITS`` or above."""
     return divmod(hit - AWAY_HITS, AWAY_NUMBERS)
 
 

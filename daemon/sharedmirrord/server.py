@@ -401,7 +401,7 @@ class Server:
             retry = arg.optional_integer(asked, "retry")
             peer = self._peer(connection, self._check_pid(connection, pidfd), token)
             sessions.check_resume(self.state, session, peer)
-            claims = away.read(asked.get("away"), session)
+            claims = away.read(asked.get("away"), self.state.sessions[session])
             life = self.lives[session]
         except BaseException:
             if pidfd is not None:

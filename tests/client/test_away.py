@@ -201,6 +201,25 @@ def test_what_was_released_meanwhile_is_gone_and_refused(life: Comeback, rank: R
         del again.pages
 
 
+def test_a_scheduler_that_waited_for_its_workers_is_known_to_them(life: Comeback, cleanup: ExitStack) -> None:
+    """Its session is older than theirs."""
+    found: list[Client] = []
+    waiting = threading.Thread(target=lambda: found.append(connect(life.socket, timeout_s=60)))
+    waiting.start()
+    time.sleep(0.2)
+    rank = Rank(life.socket)
+    with rank.mirror:
+        waiting.join()
+        with found[0] as client:
+            fill(client, rank, KEYS)
+            life.daemon.kill()
+            with client.lookup(KEYS) as hit:
+                assert rank.load(hit, KEYS) == 16
+            life.again()
+            life.wait_attached(2)
+        del rank.pages
+
+
 def test_a_hit_from_before_is_released_without_a_daemon(life: Comeback, client: Client) -> None:
     hit, kept = client.lookup(KEYS[:3]), client.lookup(KEYS[3:5])
     life.daemon.kill()

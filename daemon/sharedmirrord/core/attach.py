@@ -72,8 +72,9 @@ def _attach_scheduler(state: State, session: Session, arguments: dict[str, Any],
     pool = _pool_for_scheduler(state, name, engine, incarnation)
     leases.table_of(pool)
     incarnation = _join(state, name, engine, launch, None, static=False, out=out)
+    session.mark = state.new_id()
     _bind(session, pool, incarnation, out)
-    return _description(pool) | {"session": session.id}
+    return _description(pool) | {"session": session.id, "mark": session.mark}
 
 
 def _pool_for_scheduler(state: State, name: str, engine: str, incarnation: Incarnation | None) -> Pool:
@@ -434,7 +435,7 @@ def _welcome(state: State, pool: Pool, session: Session, rank: int) -> dict[str,
         "hit_floor": state.next_id,
         # What its schedulers took while there was no daemon: below these numbers only what is open above.
         "away": [
-            [other.id, other.away]
+            [other.mark, other.away]
             for other in map(state.sessions.__getitem__, state.incarnations[leases.incarnation_of(session)].sessions)
             if other.role is Role.SCHEDULER
         ],

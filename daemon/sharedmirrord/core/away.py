@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sharedmirror.errors import ProtocolError
-from sharedmirror.types import AWAY_NUMBERS, Role, away_hit, split_away_hit
+from sharedmirror.types import AWAY_NUMBERS, away_hit, split_away_hit
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import hits
 from sharedmirrord.core.durable import Put
@@ -45,7 +45,7 @@ class Claims:
     held: tuple[Claim, ...]
 
 
-def read(value: Any, session: int) -> Claims | None:
+def read(value: Any, session: Session) -> Claims | None:
     """Return what a resuming session says of its time without a daemon; raises ProtocolError."""
     if value is None:
         return None
@@ -59,8 +59,8 @@ def read(value: Any, session: int) -> Claims | None:
         named = dict(zip(("hit", "pages", "generations"), entry, strict=True))
         claim = Claim(arg.integer(named, "hit"), arg.integers(named, "pages"), arg.integers(named, "generations"))
         owner, number = split_away_hit(claim.hit)
-        if owner != session or not 0 < number < below:
-            raise ProtocolError(f"hit {claim.hit} is none that session {session} may have taken without a daemon")
+        if owner != session.mark or not 0 < number < below:
+            raise ProtocolError(f"hit {claim.hit} is none that session {session.id} may have taken without a daemon")
         if not claim.pages or not len(claim.pages) == len(set(claim.pages)) == len(claim.generations):
             raise ProtocolError(f"the pages and generations of hit {claim.hit} do not fit")
         held.append(claim)
@@ -71,15 +71,18 @@ def read(value: Any, session: int) -> Claims | None:
 
 def lost(state: State, session: Session, claims: Claims | None) -> list[int]:
     """Return the claimed hits that can not be kept; none, unless records were damaged."""
-    return [] if claims is None else [c.hit for c in claims.held if not _kept(state, session, c)]
+    return [] if claims is None else [claim.hit for claim in _new(session, claims) if not _whole(state, session, claim)]
 
 
-def _kept(state: State, session: Session, claim: Claim) -> bool:
-    if claim.hit in state.hits:
-        return True
+def _new(session: Session, claims: Claims) -> list[Claim]:
+    """Return the hits that no daemon was told of. Of the others, those that are not known any more were released."""
+    return [claim for claim in claims.held if split_away_hit(claim.hit)[1] > session.away]
+
+
+def _whole(state: State, session: Session, claim: Claim) -> bool:
     table = state.pools[session.pool].table if session.pool is not None else None
     if table is None or session.id not in state.survivors:
-        return False  # it has spoken before: what it does not have since then is over
+        return False  # it had a daemon to ask
     return all(
         0 < page < table.pages and table.states[page] == PageState.SEALED and table.generations[page] == generation
         for page, generation in zip(claim.pages, claim.generations, strict=True)
@@ -87,16 +90,14 @@ def _kept(state: State, session: Session, claim: Claim) -> bool:
 
 
 def adopt(state: State, session: Session, claims: Claims, out: Effects) -> list[int]:
-    """Make hits of what is claimed; returns those that the session holds."""
-    held = []
-    for claim in claims.held:
-        if not _kept(state, session, claim):
-            continue
-        held.append(claim.hit)
-        if claim.hit in state.hits or session.pool is None or session.incarnation is None:
-            continue
-        table = state.pools[session.pool].table
-        if table is not None:
+    """Make hits of what is claimed and not known yet; returns those that the session holds."""
+    held = [claim.hit for claim in claims.held if claim.hit in state.hits]
+    if session.pool is None or session.incarnation is None:
+        return held
+    table = state.pools[session.pool].table
+    for claim in _new(session, claims):
+        if table is not None and claim.hit not in state.hits and _whole(state, session, claim):
+            held.append(claim.hit)
             hit = OpenHit(claim.hit, session.pool, session.incarnation, session.id, claim.pages)
             table.use(hit.pages)
             table.pin(hit.pages)
@@ -108,14 +109,12 @@ def adopt(state: State, session: Session, claims: Claims, out: Effects) -> list[
 
 def fence(state: State, session: Session, number: int, out: Effects) -> None:
     """Have every worker of the engine say that its loads under the session's other hits are over."""
-    if session.role is not Role.SCHEDULER or session.pool is None or session.incarnation is None:
-        return
-    if number <= session.away:
+    if session.pool is None or session.incarnation is None or not session.mark or number <= session.away:
         return
     session.away = number
     if number != ALL:  # its record goes at this very moment
         out.writes.append(Put("session", session.id, session.record()))
-    hit = OpenHit(away_hit(session.id, number), session.pool, session.incarnation, session.id, [], released=True)
+    hit = OpenHit(away_hit(session.mark, number), session.pool, session.incarnation, session.id, [], released=True)
     hit.awaited = {worker.id for worker in state.workers(session.incarnation) if worker.may_copy}
     if hit.awaited:
         state.hits[hit.id] = hit

@@ -120,15 +120,15 @@ def let_go(state: State, hit: OpenHit, out: Effects) -> None:
 
 
 def released(state: State, numbers: list[int]) -> dict[str, Any]:
-    """Return what workers are told of hits that are over. For a fence: session, number, and what is not over."""
+    """Return what workers are told of hits that are over. For a fence: mark, number, and what is not over."""
     # Hits from the time without a daemon have higher numbers than any to come.
     floor = next((number for number in state.hits if number < AWAY_HITS), state.next_id)
     body: dict[str, Any] = {"push": "released", "hits": numbers, "hit_floor": floor}
     fences = []
     for number in state.fences.intersection(numbers):
-        session, below = split_away_hit(number)
-        holder = state.sessions.get(session)
-        fences.append([number, session, below, sorted(h for h in holder.hits if h >= AWAY_HITS) if holder else []])
+        mark, below = split_away_hit(number)
+        holder = state.sessions.get(state.hits[number].session)
+        fences.append([number, mark, below, sorted(h for h in holder.hits if h >= AWAY_HITS) if holder else []])
     return body | {"fences": fences} if fences else body
 
 

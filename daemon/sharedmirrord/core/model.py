@@ -60,6 +60,8 @@ class Session:
     leases: set[int] = field(default_factory=set)
     """Leases that this session took; they are revoked when it ends."""
     hits: set[int] = field(default_factory=set)
+    mark: int = 0
+    """Of a scheduler: names its hits from times without a daemon. Given at attach, so that it tells who came first."""
     away: int = 0
     """Hits that it took without a daemon, with numbers below, are over or known; see ``core.away``."""
 
@@ -80,6 +82,7 @@ class Session:
             "pool": self.pool,
             "incarnation": self.incarnation,
             "rank": self.rank,
+            "mark": self.mark,
             "away": self.away,
         }
 

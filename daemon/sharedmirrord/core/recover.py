@@ -212,6 +212,7 @@ class _Recovery:
         session.connected = False
         session.state = SessionState.DETACHED if arg.flag(value, "detached", False) else SessionState.LOST
         session.pool, session.incarnation, session.rank = value["pool"], value["incarnation"], value["rank"]
+        session.mark = arg.integer({"mark": 0} | value, "mark", 0, AWAY_HITS)
         session.away = arg.integer({"away": 0} | value, "away", 0, away.ALL)
         pool, incarnation = state.pools[value["pool"]], state.incarnations[value["incarnation"]]
         if session.role is Role.WORKER:
