@@ -40,8 +40,8 @@ from sharedmirrord.core.pages import PageTable
 
 log = logging.getLogger("sharedmirrord")
 
-_SLICE_PAGES = 512
-"""Written at one turn of the event loop while an index is built: about a millisecond of work."""
+_SLICE_PAGES, _PAUSE_S = 256, 0.001
+"""What is written at a time while an index is built, and how long the event loop is left to others after it."""
 _F_SEAL_FUTURE_WRITE = 0x10
 _WORD = RECORD_BYTES // 4
 
@@ -109,12 +109,14 @@ class IndexWriter:
     def build(self) -> Iterator[None]:
         """Write what was sealed before this writer observed the table, a slice at each step."""
         table, waiting = self._table, self._waiting
-        for first in range(0, table.pages, _SLICE_PAGES):
-            for page in range(first, min(first + _SLICE_PAGES, table.pages)):
-                key = table.keys[page]
-                if key and not self._linked[page] and page not in waiting and table.index.get(key) == page:
-                    self._link(page, key, table.generations[page])
-            yield
+        written = 0
+        for page in range(table.pages if table.index else 0):
+            key = table.keys[page]
+            if key and not self._linked[page] and page not in waiting and table.index.get(key) == page:
+                self._link(page, key, table.generations[page])
+                written += 1
+                if written % _SLICE_PAGES == 0:
+                    yield
 
 
 class SharedIndex:
@@ -158,12 +160,12 @@ def _seal(fd: int) -> None:
 
 
 class Indexes:
-    """The indexes of all leased pools. ``soon`` runs something at the event loop's next turn."""
+    """The indexes of all leased pools. ``later`` is the event loop's ``call_later``."""
 
-    def __init__(self, state: State, epoch: int, soon: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, state: State, epoch: int, later: Callable[[float, Callable[[], None]], object]) -> None:
         self._state = state
         self._epoch = epoch
-        self._soon = soon
+        self._later = later
         self._of: dict[int, SharedIndex | None] = {}
         self.followed = False
         """Whether ``follow`` was called."""
@@ -190,8 +192,8 @@ class Indexes:
 
     def _build(self, number: int, index: SharedIndex, slices: Iterator[None], began: float) -> None:
         for _ in slices:
-            # In turns with the clients' requests: a million pages take more than a second.
-            self._soon(lambda: self._build(number, index, slices, began))
+            # In turns with the clients' requests: a million pages take some seconds.
+            self._later(_PAUSE_S, lambda: self._build(number, index, slices, began))
             return
         index.ready = True
         log.info("event=index_ready pool=%d seconds=%.2f", number, time.monotonic() - began)

@@ -91,7 +91,7 @@ class Server:
         # Opened now: status answers also when descriptors have run out.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._unsaved: list[Effects] = []
-        self._indexes = Indexes(self.state, self.settings.epoch, self._loop.call_soon)
+        self._indexes = Indexes(self.state, self.settings.epoch, self._loop.call_later)
         self._listener: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()

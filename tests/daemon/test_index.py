@@ -118,7 +118,7 @@ def test_an_index_built_in_slices_while_the_table_changes(seed: int) -> None:
         if rng.random() < 0.5:
             writer.flush()
     writer.flush()
-    assert slices > 4
+    assert slices >= 2
     same(table, reader, keys)
 
 
