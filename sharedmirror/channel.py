@@ -24,7 +24,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from sharedmirror import __version__, paths, wire
 from sharedmirror.errors import (
@@ -53,6 +53,26 @@ Held = Callable[[], tuple[list[int], list[int]]]
 """Tells the ids of the leases and of the hits that a session took and still means to use."""
 
 
+_GLANCE_S, _GLANCE_AGAIN_S = 0.05, 0.5
+"""How long a daemon that has only begun to listen is given to say hello, and how often it is asked."""
+
+
+class AwayLike(Protocol):
+    """What a session may go on with while no daemon answers; see ``sharedmirror.away``."""
+
+    def gone(self) -> bool:
+        """Whether the daemon has ended, and nothing depends on the next one yet."""
+        ...
+
+    def claims(self) -> dict[str, Any]:
+        """Return what the next daemon is to know; from now on this session depends on it."""
+        ...
+
+    def resumed(self, lost: list[int]) -> None:
+        """The next daemon has heard the claims, and could not keep these."""
+        ...
+
+
 class _Lost(DaemonUnavailable):
     """The connection is lost; the session may be resumed."""
 
@@ -71,6 +91,7 @@ class Channel:
         self.late_answers: list[dict[str, Any]] = []
         """Answers to calls that had timed out; whoever uses the channel decides what becomes of them."""
         self.held: Held | None = None
+        self.away: AwayLike | None = None
         self.on_answer: Callable[[dict[str, Any]], None] | None = None
         """Told of each answer before anything else may happen on the channel, a resume above all."""
         self._role = role
@@ -91,6 +112,7 @@ class Channel:
         self._answer = Answer(0)
         self._then: Callable[[], float | None] | None = None
         self._pushed = False
+        self._glanced = 0.0
 
     @classmethod
     def open(
@@ -179,9 +201,10 @@ class Channel:
         self._greeting = self._greeting or self._protocol.greeting
         return fds
 
-    def _reconnect(self, deadline: float, retry: int | None) -> None:
+    def _reconnect(self, deadline: float, retry: int | None, stay_away: Callable[[], bool] | None = None) -> None:
         """Come back to the daemon, trying until ``deadline``; ``retry`` is the request to be repeated.
 
+        Tries no more once ``stay_away`` says so and no daemon serves.
         Raises DaemonUnavailable, or InstanceChanged when what this session held is gone.
         """
         if self._role is Role.OBSERVER or self._greeting is None:
@@ -189,8 +212,11 @@ class Channel:
         pause_s = _BACKOFF_FIRST_S
         come_back: Callable[[int | None], None] = self._resume
         while True:
+            if stay_away is not None and stay_away() and not self.serves():
+                raise DaemonUnavailable(f"the daemon on {self.path} is away", socket=self.path)
             try:
                 come_back(retry)
+                self._pushed = self._pushed or self._then is not None  # it may owe the next daemon something
                 if self._wake is not None and threading.current_thread() is not self._listener:
                     os.write(self._wake[1], b"r")  # the listener waits on the socket before
                 return
@@ -228,12 +254,30 @@ class Channel:
         self._protocol = self._protocol.successor()
         self._late.clear()
 
+    def serves(self) -> bool:
+        """Whether a daemon says hello at once, on another connection. One that only listens is seldom asked."""
+        if time.monotonic() < self._glanced + _GLANCE_AGAIN_S:
+            return False
+        try:
+            Channel.open(self.path, role=Role.OBSERVER, timeout_s=_GLANCE_S).close()
+        except CallTimeout:
+            self._glanced = time.monotonic()
+            return False
+        except SharedMirrorError:
+            return False
+        return True
+
     def _resume(self, retry: int | None) -> None:
         greeting = self.greeting
+        if self.away is not None and self.away.gone():
+            # As long as the next daemon only listens, this session is better off without it.
+            Channel.open(self.path, role=Role.OBSERVER, timeout_s=min(self.timeout_s, _TRY_S)).close()
         self._renew_socket()
         # One try has its own time: the deadline says how long tries go on, and may be now.
         until = time.monotonic() + min(self.timeout_s, _TRY_S)
         self._connect(until)
+        # First of all: whatever is let go without a daemon is let go before this, or not any more.
+        claims = self.away.claims() if self.away is not None else None
         leases, hits = self.held() if self.held is not None else ([], [])
         body = {
             "instance": greeting.instance,
@@ -242,8 +286,11 @@ class Channel:
             "leases": leases,
             "hits": hits,
             "retry": retry,
+            "away": claims,
         }
         _close_all(self._shake_hands(body, until))
+        if self.away is not None:
+            self.away.resumed(list(self._answer.body.get("lost", ())))
         log.info("event=resumed session=%d socket=%s", greeting.session, self.path)
 
     # -- who answers -----------------------------------------------------------------------------
@@ -283,15 +330,33 @@ class Channel:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def call(self, op: str, *, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+    @property
+    def lost(self) -> bool:
+        """Whether the connection is lost, and this session is not back yet."""
+        return self._protocol.phase is Phase.CLOSED
+
+    def call(
+        self,
+        op: str,
+        *,
+        timeout_s: float | None = None,
+        stay_away: Callable[[], bool] | None = None,
+        fds: list[int] | None = None,
+        **arguments: Any,
+    ) -> dict[str, Any]:
         """Send a request and return its answer.
 
         ``timeout_s`` bounds the wait for the answer, a restart of the daemon included; by default the
         channel's, and longer by what ``wait_s`` asks of the daemon. Raises the daemon's typed error,
         CallTimeout, DaemonUnavailable while the daemon is away, InstanceChanged when another came.
         After CallTimeout or DaemonUnavailable the request may have happened.
+
+        ``stay_away`` says whether the caller can do without a daemon that is away: DaemonUnavailable then
+        comes at once. ``fds`` takes the descriptors that come with the answer; they are the caller's.
         """
         self.check_usable()
+        if stay_away is not None and self.lost and stay_away() and not self.serves():
+            raise DaemonUnavailable(f"the daemon on {self.path} is away", socket=self.path)
         if timeout_s is None:
             wait_s = arguments.get("wait_s") or 0
             timeout_s = self.timeout_s + (wait_s + _WAIT_MARGIN_S if wait_s else 0)
@@ -300,23 +365,30 @@ class Channel:
             raise CallTimeout(f"another call kept the channel for {timeout_s:g} s")
         try:
             self.check_usable()
-            return self._exchange(op, arguments, deadline)
+            return self._exchange(op, arguments, deadline, stay_away, fds)
         finally:
             if self._pushed and self._wake is not None and threading.current_thread() is not self._listener:
                 os.write(self._wake[1], b"p")
             self._lock.release()
 
-    def _exchange(self, op: str, arguments: dict[str, Any], deadline: float) -> dict[str, Any]:
+    def _exchange(
+        self,
+        op: str,
+        arguments: dict[str, Any],
+        deadline: float,
+        stay_away: Callable[[], bool] | None,
+        fds: list[int] | None,
+    ) -> dict[str, Any]:
         number: int | None = None
         while True:
             try:
                 if self._protocol.phase is Phase.CLOSED:
-                    self._reconnect(deadline, number)
+                    self._reconnect(deadline, number, stay_away)
                 for late in sorted(self._late):  # answers come in order
                     self._read_until(late, deadline)
                 number, data = self._protocol.request(op, arguments, number)
                 self._send(data, [])
-                self._read_until(number, deadline)
+                self._read_until(number, deadline, fds)
                 body = self._answer.result()
                 self._attached = self._attached or op == "attach"
                 if self.on_answer is not None:
@@ -384,6 +456,12 @@ class Channel:
         return found
 
     # -- the listener ----------------------------------------------------------------------------
+
+    def run_then(self) -> None:
+        """Have the listener run what ``listen`` was given, soon."""
+        self._pushed = True
+        if self._wake is not None:
+            os.write(self._wake[1], b"p")
 
     def listen(self, then: Callable[[], float | None] | None = None) -> None:
         """Start a thread that takes the daemon's words, and comes back to it, while no call is under way.

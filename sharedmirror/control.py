@@ -5,13 +5,22 @@ Every call is one round trip for any number of pages.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sharedmirror.away import Away
 from sharedmirror.channel import Channel
-from sharedmirror.errors import ClosedError, KeyInputError, PageError, UsageError
+from sharedmirror.errors import (
+    ClosedError,
+    DaemonUnavailable,
+    KeyInputError,
+    PageError,
+    SharedMirrorError,
+    UsageError,
+)
 from sharedmirror.types import (
     MAX_KEY_BYTES,
     MAX_WAIT_S,
@@ -28,9 +37,12 @@ from sharedmirror.types import (
     check_text,
 )
 
+log = logging.getLogger("sharedmirror")
+
 _GOODBYE_S = 2.0
 _PRUNE_AT = 1024
 _KEY_LENGTHS = frozenset(range(1, MAX_KEY_BYTES + 1))
+_INDEX_S, _INDEX_AGAIN_S = 1.0, 0.1
 _STATES = {"h": KeyState.HIT, "p": KeyState.PENDING, "m": KeyState.MISS}
 
 
@@ -121,7 +133,7 @@ def connect(
     except BaseException:
         channel.close()
         raise
-    return Client(channel, PoolId(body["pool"]), int(body["num_host_pages"]))
+    return Client(channel, PoolId(body["pool"]), int(body["num_host_pages"]), int(body["mark"]))
 
 
 class Client:
@@ -131,26 +143,35 @@ class Client:
     and ForkedError in a forked child.
     """
 
-    def __init__(self, channel: Channel, pool: PoolId, num_host_pages: int) -> None:
+    def __init__(self, channel: Channel, pool: PoolId, num_host_pages: int, mark: int) -> None:
         self.pool = pool
         self.num_host_pages = num_host_pages
         self._channel = channel
         self._closed = False
         self._leases: set[int] = set()
         self._hits: set[int] = set()
+        self._away = Away(mark)
+        self._arrived: list[int] = []
         channel.held = lambda: (sorted(self._leases), sorted(self._hits))
+        channel.away = self._away
         channel.on_answer = self._note
-        channel.listen()
+        again_s = self._fetch_index()
+        channel.listen(self._fetch_index)
+        if again_s is not None:
+            channel.run_then()
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._closed
 
-    def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
+    def _check_usable(self) -> None:
         self._channel.check_usable()
         if self._closed:
             raise ClosedError("this client is closed")
+
+    def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
+        self._check_usable()
         while self._channel.late_answers:
             self._give_back(self._channel.late_answers.pop())
         return self._channel.call(op, **arguments)
@@ -159,10 +180,33 @@ class Client:
         """Keep what an answer gave, for a resume: what it does not name is given up."""
         if body.get("hit"):
             self._hits.add(body["hit"])
+        if body.get("index") and self._arrived:
+            self._take_index(self._arrived.pop())
         if body.get("lease"):
             self._leases.add(body["lease"])
             if len(self._leases) > _PRUNE_AT:
                 self._leases = {number for number in self._leases if number >= body["lease_floor"]}
+
+    def _fetch_index(self) -> float | None:
+        """Ask for the index unless it is there; returns after how many seconds to ask again, or None."""
+        if self._away.index is not None:
+            return None
+        try:
+            body = self._channel.call("index", timeout_s=_INDEX_S, stay_away=lambda: True, fds=self._arrived)
+            if self._away.index is not None:
+                self._away.index.warm()
+                return None
+            return None if body["index"] == "none" else _INDEX_AGAIN_S
+        except SharedMirrorError as error:
+            # Coming back to the daemon is a reason to ask again; a daemon that has no indexes says so each time.
+            log.debug("event=no_index reason=%r", error.message)
+            return _INDEX_AGAIN_S if error.retryable and not self._channel.lost else None
+
+    def _take_index(self, fd: int) -> None:
+        try:
+            self._away.take(fd, self.num_host_pages)
+        except (OSError, SharedMirrorError) as error:
+            log.warning("event=no_index reason=%r: keys are asked for by calls", str(error))
 
     def _give_back(self, body: dict[str, Any]) -> None:
         """Nobody got the answer to a call that timed out: what it took is given up."""
@@ -220,14 +264,41 @@ class Client:
         With ``wait_s``, waits that many seconds for keys that are being written and would make the answer
         longer; ends early when their last writer fails. What the engine may not hold (``max_held``) is
         reported as a miss.
+
+        While the daemon is gone the answer comes from the index, at once: what was readable when it ended
+        is found and pinned, and stays so when the next daemon comes.
         """
-        body = self._call("lookup", keys=_keys(keys), mode=mode, wait_s=_wait(wait_s))
-        pages: tuple[PageId, ...] = tuple(body["pages"])
-        return Hit(HitId(body["hit"]), self.pool, pages, _states(body), self)
+        listed, wait_s = _keys(keys), _wait(wait_s)
+        self._check_usable()
+        found = self._away.lookup(listed, mode, whole=True) if self._channel.lost else None
+        if found is None:
+            try:
+                body = self._call("lookup", stay_away=self._away.gone, keys=listed, mode=mode, wait_s=wait_s)
+            except DaemonUnavailable:
+                found = self._away.lookup(listed, mode, whole=False)
+                if found is None:
+                    raise
+            else:
+                return Hit(HitId(body["hit"]), self.pool, tuple(body["pages"]), _states(body["states"]), self)
+        return Hit(found.hit, self.pool, found.pages, _states(found.states), self)
+
+    def peek(self, keys: Sequence[bytes]) -> tuple[KeyState, ...]:
+        """Return HIT or MISS for each key by the index in shared memory: no call, and no daemon needed.
+
+        A thousand keys take less than a millisecond. It is a hint: a key found may have been evicted a
+        moment ago, and one not found may have been sealed; ``lookup`` confirms and pins, ``contains``
+        asks the daemon. Without an index (an old kernel, or a daemon that has just come back) it asks too.
+        """
+        listed = _keys(keys)
+        self._check_usable()
+        index = self._away.index
+        if index is None:
+            return tuple([KeyState.HIT if state is KeyState.HIT else KeyState.MISS for state in self.contains(listed)])
+        return tuple([KeyState.HIT if page else KeyState.MISS for page in index.find(listed)])
 
     def contains(self, keys: Sequence[bytes]) -> tuple[KeyState, ...]:
         """Return the state of each key; pins nothing."""
-        return _states(self._call("contains", keys=_keys(keys)))
+        return _states(self._call("contains", keys=_keys(keys))["states"])
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """Mark readable keys, and the prefixes they hang on, as used now; returns how many were found."""
@@ -245,20 +316,33 @@ class Client:
             hit._client = None
 
     def _release(self, hits: list[HitId]) -> None:
-        self._call("release", hits=hits)
+        self._check_usable()
+        if self._channel.lost and self._away.release(hits, self._hits):
+            return
+        try:
+            self._call("release", stay_away=self._away.gone, hits=hits)
+        except DaemonUnavailable:
+            if not self._away.release(hits, self._hits):
+                raise
+        self._away.forget(hits)
         self._hits.difference_update(hits)
 
-    def evict(self, keys: Sequence[bytes]) -> Evicted:
-        """Forget keys, whatever hangs on them; pinned pages stay and are named."""
-        body = self._call("evict", keys=_keys(keys))
+    def evict(self, keys: Sequence[bytes], *, wait_s: float = 0) -> Evicted:
+        """Forget keys, whatever hangs on them; pinned pages stay and are named.
+
+        Raises NotResumed, after waiting up to ``wait_s`` seconds, while processes from before a restart of
+        the daemon may be loading.
+        """
+        body = self._call("evict", keys=_keys(keys), wait_s=_wait(wait_s))
         return Evicted(tuple(body["evicted"]), tuple(body["pinned"]))
 
-    def clear(self) -> int:
+    def clear(self, *, wait_s: float = 0) -> int:
         """Forget all keys of the pool at once, as after a change of weights; returns the pages freed.
 
-        Pinned pages stay readable for those who hold them. Leases from before cannot be sealed.
+        Pinned pages stay readable for those who hold them. Leases from before cannot be sealed. Raises
+        NotResumed as ``evict``.
         """
-        return int(self._call("clear")["freed"])
+        return int(self._call("clear", wait_s=_wait(wait_s))["freed"])
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's status map; `sharedmirror status --json` prints the same."""
@@ -277,6 +361,7 @@ class Client:
             self._closed = True
         finally:
             self._channel.close()
+            self._away.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"session={self._channel.session}"
@@ -311,8 +396,7 @@ def _keys(keys: Sequence[bytes]) -> list[bytes]:
     return listed
 
 
-def _states(body: dict[str, Any]) -> tuple[KeyState, ...]:
-    states: str = body["states"]
+def _states(states: str) -> tuple[KeyState, ...]:
     hits = len(states) - len(states.lstrip("h"))
     return (KeyState.HIT,) * hits + tuple(map(_STATES.__getitem__, states[hits:]))
 

@@ -27,6 +27,7 @@
         +-- NoPages               not enough free or evictable pages (retryable)
         +-- PoolNotFound          no such pool yet (retryable)
         +-- PoolInUse             processes still use a pool that was to be dropped
+        +-- NotResumed            processes from before a restart may still be loading (retryable)
         +-- RanksMissing          ranks of the engine have not attached (retryable)
         +-- EngineBusy            a forerunner of this engine is not proven gone (retryable)
         +-- ArenaFull             the arena has not enough room
@@ -58,6 +59,7 @@ __all__ = [
     "LayoutError",
     "MemoryFault",
     "NoPages",
+    "NotResumed",
     "PageError",
     "PeerError",
     "PoolInUse",
@@ -248,6 +250,13 @@ class PoolInUse(EnvironmentFault):
     """Raised when a pool was to be dropped that processes may still map; ``ids["pids"]`` names them."""
 
     code = "pool_in_use"
+
+
+class NotResumed(EnvironmentFault):
+    """Raised when pages would be freed that processes from before a restart may load; ``ids["pids"]`` names them."""
+
+    code = "not_resumed"
+    retryable = True
 
 
 class RanksMissing(EnvironmentFault):

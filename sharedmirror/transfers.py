@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from sharedmirror.errors import CallTimeout, CopyError, PageError, StaleLease
-from sharedmirror.types import Lease
+from sharedmirror.types import AWAY_HITS, Lease, split_away_hit
 
 if TYPE_CHECKING:  # the ledger knows no tensor
     from sharedmirror.copies.interface import Completion
@@ -186,6 +186,25 @@ class Answer:
         return body
 
 
+class _AwayHits:
+    """Which hits that a scheduler took without a daemon are over, by their numbers.
+
+    The daemon says so with a fence: all hits of a scheduler below a number, but for those that it names.
+    """
+
+    def __init__(self) -> None:
+        self.below: dict[int, int] = {}
+        """For the mark of each scheduler, the number below which its hits are over or known to be open."""
+        self.since = 0
+        """Schedulers with marks below came before this rank: those not in ``below`` have ended."""
+
+    def past(self, hit: int) -> bool:
+        """Whether a hit that is not known to be open is over."""
+        mark, number = split_away_hit(hit)
+        below = self.below.get(mark)
+        return mark < self.since if below is None else number < below
+
+
 class Ledger:
     """The leases and hits of one pool that this rank has open."""
 
@@ -203,6 +222,9 @@ class Ledger:
         self._hits_before: set[int] = set()
         """Hits from before this rank came that were open then; the floor told at attach is above them."""
         self._lease_floor = self._hit_floor = 0
+        self._away = _AwayHits()
+        self._fences: dict[int, list[int]] = {}
+        """The hits with loads that each fence waits for; see ``_AwayHits``."""
         self._owed_leases: set[int] = set()
         self._owed_hits: set[int] = set()
         self._owed_pages: dict[int, set[int]] = {}
@@ -216,6 +238,8 @@ class Ledger:
             self._hits_before.update(reply.get("hits", ()))
             self._lease_floor = int(reply.get("lease_floor", 0))
             self._hit_floor = int(reply.get("hit_floor", 0))
+            self._away.since = self._hit_floor
+            self._away.below = {int(mark): int(number) for mark, number in reply.get("away", ())}
 
     def begin_store(self, lease: Lease, pages: Iterable[int]) -> Transfer:
         """Enter a store into ``pages``; raises StaleLease or PageError, and enters nothing then."""
@@ -267,7 +291,8 @@ class Ledger:
     def _may_load(self, hit: HitLike, wanted: frozenset[int]) -> frozenset[int]:
         self._same_pool("hit", hit.id, hit.pool)
         known_open = hit.id in self._hits or hit.id in self._hits_before
-        if hit.id in self._released or (hit.id < self._hit_floor and not known_open):
+        past = self._away.past(hit.id) if hit.id >= AWAY_HITS else hit.id < self._hit_floor
+        if hit.id in self._released or (past and not known_open):
             raise StaleLease(f"hit {hit.id} was released; look the keys up again", hit=hit.id)
         record = self._hits.get(hit.id)
         known = frozenset(page for page in hit.pages if page >= 0) if record is None else record.pages
@@ -345,6 +370,7 @@ class Ledger:
             elif body["push"] == "revoked_pages":
                 self._on_revoked_pages(int(body["lease"]), {int(page) for page in body["pages"]})
             elif body["push"] == "released":
+                self._on_fences(body.get("fences", ()))
                 self._on_released(body.get("hits", ()), int(body.get("hit_floor", 0)))
             return bool(self._owed_leases or self._owed_hits or self._owed_pages)
 
@@ -352,7 +378,7 @@ class Ledger:
         """Return what is owed to the daemon and may be said now."""
         with self._lock:
             leases = tuple(sorted(i for i in self._owed_leases if self._quiet(self._leases.get(i))))
-            hits = tuple(sorted(i for i in self._owed_hits if self._quiet(self._hits.get(i))))
+            hits = tuple(sorted(i for i in self._owed_hits if self._quiet_hit(i)))
             pages = tuple(
                 (i, tuple(sorted(owed))) for i, owed in self._owed_pages.items() if self._quiet(self._leases.get(i))
             )
@@ -368,8 +394,11 @@ class Ledger:
             self._owed_hits.difference_update(answer.hits)
             for lease in answer.leases:
                 self._leases.pop(lease, None)
-            for hit in answer.hits:
-                self._hits.pop(hit, None)
+            for answered in answer.hits:
+                for hit in self._fences.pop(answered, [answered]):
+                    self._hits.pop(hit, None)
+                    if hit >= AWAY_HITS and self._away.past(hit):
+                        self._released.discard(hit)  # its number is enough to refuse it from now on
             for lease, pages in answer.pages:
                 owed = self._owed_pages.get(lease, set())
                 owed.difference_update(pages)
@@ -453,11 +482,25 @@ class Ledger:
         record.dead |= dead
         self._end(record, dead, by_commit=False)
 
+    def _on_fences(self, fences: Iterable[list[Any]]) -> None:
+        for fence, mark, below, still_open in fences:
+            self._away.below[mark] = max(below, self._away.below.get(mark, 0))
+            self._hits_before.update(still_open)
+            loading = [hit for hit in self._hits if hit >= AWAY_HITS and split_away_hit(hit)[0] == mark]
+            over = [hit for hit in loading if self._away.past(hit) and hit not in still_open]
+            self._hits_before.difference_update(over)
+            self._released.update(over)
+            self._fences[fence] = over
+
+    def _quiet_hit(self, hit: int) -> bool:
+        return all(self._quiet(self._hits.get(number)) for number in self._fences.get(hit, (hit,)))
+
     def _on_released(self, hits: Iterable[int], floor: int) -> None:
         for hit in hits:
-            self._released.add(hit)
-            self._hits_before.discard(hit)
             self._owed_hits.add(hit)
+            if hit not in self._fences:
+                self._released.add(hit)
+                self._hits_before.discard(hit)
         if floor > self._hit_floor:
             self._hit_floor = floor
             self._released = {hit for hit in self._released if hit >= floor or hit in self._hits}

@@ -28,6 +28,22 @@ SLICE_ALIGNMENT_BYTES = 16
 REGION_ALIGNMENT_BYTES = 2 << 20
 
 
+AWAY_HITS = 1 << 61
+"""Hits that a scheduler takes while its daemon is gone have numbers from here on; the daemon's own stay below."""
+AWAY_NUMBERS = 1 << 24
+"""How many of them a scheduler may take; the last number means all of them."""
+
+
+def away_hit(mark: int, number: int) -> HitId:
+    """Return the id of the ``number``-th hit that a scheduler with this mark takes while the daemon is gone."""
+    return HitId(AWAY_HITS + mark * AWAY_NUMBERS + number)
+
+
+def split_away_hit(hit: int) -> tuple[int, int]:
+    """Return mark and number of a hit of ``AWAY_HITS`` or above."""
+    return divmod(hit - AWAY_HITS, AWAY_NUMBERS)
+
+
 def check_text(what: str, value: object) -> str:
     """Return ``value`` if it may name something; raises UsageError that says what is wrong with ``what``."""
     if not isinstance(value, str) or not 0 < len(value.encode(errors="replace")) <= 256 or not value.isprintable():

@@ -33,8 +33,10 @@ from sharedmirrord import alarms, failpoints, lifecycle, notify, proof
 from sharedmirrord.arena import Arena
 from sharedmirrord.connection import Connection
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import machine, report, sessions, watching
+from sharedmirrord.core import away, machine, report, sessions, watching
+from sharedmirrord.core.durable import CreateTable, DropTable
 from sharedmirrord.core.model import Effects, Peer, State
+from sharedmirrord.index import Indexes
 from sharedmirrord.records import RecordStore
 
 log = logging.getLogger("sharedmirrord")
@@ -89,6 +91,7 @@ class Server:
         # Opened now: status answers also when descriptors have run out.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._unsaved: list[Effects] = []
+        self._indexes = Indexes(self.state, self.settings.epoch, self._loop.call_later)
         self._listener: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,6 +140,8 @@ class Server:
 
     def _ready(self) -> None:
         self._apply(machine.Ready())
+        if not self._unsaved and not self._indexes.followed:
+            self._indexes.follow()
         arena = self.arena
         log.info(
             "event=ready socket=%s bytes=%d pin=%s pinned_bytes=%d huge_page_share=%.2f seconds=%.2f",
@@ -201,6 +206,8 @@ class Server:
             self.alarms.pop("records", None)
             for note in effects.notes:
                 log.info("%s", note)
+            if not self._unsaved:
+                self._update_indexes(effects)
             failpoints.reach("reply.before")
             for session, body in [*effects.pushes, *effects.replies]:
                 life = self.lives.get(session)
@@ -209,6 +216,14 @@ class Server:
             failpoints.reach("reply.after")
             for session in effects.forgotten:
                 self._forget(session)
+
+    def _update_indexes(self, effects: Effects) -> None:
+        """All is durable: readers may see it, before the answers go out."""
+        self._indexes.flush()
+        # Tables from before a restart come once the daemon is ready: it is ready the sooner.
+        new = any(isinstance(write, (CreateTable, DropTable)) for write in effects.writes)
+        if new or (self.state.ready and not self._indexes.followed):
+            self._indexes.follow()
 
     def _set_timer(self) -> None:
         deadline = machine.next_deadline(self.state)
@@ -302,8 +317,27 @@ class Server:
             raise UsageError(
                 "this connection may only ask for status, watch or drop: its session has ended, or it is an observer"
             )
+        elif op == "index":
+            self._pass_index(connection, number)
         else:
             self._apply(machine.Request(connection.session, number, op, frame))
+
+    def _pass_index(self, connection: Connection, number: int) -> None:
+        """Answer ``index``: ``here`` with a descriptor, ``later`` while it is built, or ``none``."""
+        pool = self.state.sessions[connection.session or 0].pool
+        if pool is None:
+            raise UsageError("attach to a pool first", session=connection.session)
+        index = self._indexes.get(pool)
+        if index is None:
+            connection.send({"id": number, "index": "none"})
+        elif not index.ready or connection.unsent_bytes:  # a descriptor cannot wait in a queue of bytes
+            connection.send({"id": number, "index": "later"})
+        else:
+            reader = index.reader()
+            try:
+                connection.send({"id": number, "index": "here"}, [reader])
+            finally:
+                os.close(reader)
 
     def _hello(self, connection: Connection, frame: dict[str, Any], fds: list[int]) -> None:
         version = str(frame.get("version"))[:64]
@@ -377,6 +411,7 @@ class Server:
             retry = arg.optional_integer(asked, "retry")
             peer = self._peer(connection, self._check_pid(connection, pidfd), token)
             sessions.check_resume(self.state, session, peer)
+            claims = away.read(asked.get("away"), self.state.sessions[session])
             life = self.lives[session]
         except BaseException:
             if pidfd is not None:
@@ -393,9 +428,13 @@ class Server:
             os.close(pidfd)
         log.info("event=resumed session=%d pid=%d", session, peer.pid)
         failpoints.reach("resume.before")
-        connection.send(body | {"session": session, "token": token, "arenas": [self.arena.size_bytes]})
+        lost = away.lost(self.state, self.state.sessions[session], claims)
+        if lost:
+            log.error("event=hits_lost session=%d hits=%s", session, lost)
+        body |= {"session": session, "token": token, "arenas": [self.arena.size_bytes], "lost": lost}
+        connection.send(body)
         failpoints.reach("resume.sent")
-        self._apply(machine.Resume(session, leases, hits, retry))
+        self._apply(machine.Resume(session, leases, hits, retry, claims))
 
     @staticmethod
     def _peer(connection: Connection, pid: int, token: bytes) -> Peer:

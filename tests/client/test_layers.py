@@ -16,7 +16,7 @@ import sharedmirrord
 
 CLIENT = Path(sharedmirror.__file__).parent
 DAEMON = Path(sharedmirrord.__file__).parent
-SHARED_WITH_DAEMON = {"sharedmirror.types", "sharedmirror.wire", "sharedmirror.errors", "sharedmirror.paths"}
+SHARED_WITH_DAEMON = {f"sharedmirror.{name}" for name in ("types", "wire", "errors", "paths", "index")}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -40,7 +40,7 @@ def test_the_clients_package_never_imports_the_daemon() -> None:
         assert [name for name in imports(path) if name.split(".")[0] == "sharedmirrord"] == [], path
 
 
-def test_the_daemon_takes_only_types_wire_errors_and_paths() -> None:
+def test_the_daemon_takes_only_types_wire_errors_paths_and_the_form_of_the_index() -> None:
     for path in files(DAEMON):
         for name in imports(path):
             if name.split(".")[0] == "sharedmirror" and name != "sharedmirror.__version__":

@@ -110,7 +110,8 @@ class Records:
                 continue
             bound = slot.state == PageState.SEALED and slot.number == pool.number
             kept = slot.state == PageState.SEALED and page in pinned
-            if (now is PageState.SEALED) != (bound or kept):
+            swept = table.sweeping and table.index.get(table.keys[page] or b"") != page  # or will be, at the next event
+            if (now is PageState.SEALED) != (bound or kept) and not swept:
                 found.append(f"page {page} is {now.name}, its slot is {slot}, number {pool.number}")
             key = slot.key if bound else None
             if key is not None and (table.index.get(key) != page or table.keys[page] != key):

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from sharedmirror.types import PoolKind
+from sharedmirror.types import AWAY_HITS, PoolKind
 from sharedmirrord.core import shares
 from sharedmirrord.core.model import OpenLease, Pool, SessionState, State
 from sharedmirrord.core.pages import PageTable
@@ -86,7 +86,8 @@ def state_problems(state: State) -> list[str]:
     found += _hit_problems(state)
     found += _share_problems(state)
     found += _session_problems(state)
-    used = [*state.pools, *state.incarnations, *state.sessions, *state.leases, *state.hits]
+    used = [*state.pools, *state.incarnations, *state.sessions, *state.leases]
+    used += [number for number in state.hits if number < AWAY_HITS]
     if max(used, default=0) >= state.next_id or len(used) != len(set(used)):
         found.append(f"ids {sorted(used)} are not all different and below {state.next_id}")
     return found
@@ -187,6 +188,9 @@ def _hit_problems(state: State) -> list[str]:
     found = []
     for hit in state.hits.values():
         holder = state.sessions.get(hit.session)
+        fence = hit.id >= AWAY_HITS and hit.released and not hit.pages
+        if fence != (hit.id in state.fences) or (not hit.pages and not fence):
+            found.append(f"6: hit {hit.id} has no pages, or is no fence, and counts as one")
         if hit.released and not hit.awaited:
             found.append(f"6: hit {hit.id} is released, awaits nobody and is still there")
         if hit.awaited - state.sessions.keys():

@@ -91,6 +91,13 @@ class Client:
         """The leases and hits that the session names when it resumes."""
         return [], []
 
+    def claims(self) -> Body | None:
+        """What the session took while there was no daemon."""
+        return None
+
+    def back(self) -> None:
+        """The session is attached, or has resumed."""
+
     # -- the connection --------------------------------------------------------------------------
 
     def _connect(self) -> None:
@@ -104,6 +111,7 @@ class Client:
             leases, hits = self.held()
             retry = self._current[0] if self._current else None
             hello |= {"session": self.session, "token": self._token, "leases": leases, "hits": hits, "retry": retry}
+            hello["away"] = self.claims()
         self.world.send(self.connection, hello)
 
     def _lost(self) -> None:
@@ -144,6 +152,8 @@ class Client:
         self.session, self._token = body["session"], body["token"]
         if fresh:
             self.attach()
+        elif self.attached:
+            self.back()
         if self._current is not None and not fresh:
             self._say(self._current)
         self._pump()
@@ -181,6 +191,7 @@ class Client:
         else:
             self.attached = True
             self.joined(body)
+            self.back()
 
     def joined(self, body: Body) -> None:
         raise NotImplementedError
@@ -340,16 +351,21 @@ class Worker(Client):
 
         self.ask("commit", answered, lease=commit.lease, pages=commit.wire_pages)
 
-    def load(self, hit: SeenHit, keys: dict[int, bytes], then: Callable[[], None]) -> None:
-        """Copy from the pages of a hit; each must hold its key's bytes from the first byte to the last."""
-        self._back(list(keys), lambda: self._load(hit, keys, then))
+    def load(self, hit: SeenHit, keys: dict[int, bytes], held: Callable[[], bool], then: Callable[[], None]) -> None:
+        """Copy from the pages of a hit; each must hold its key's bytes from the first byte to the last.
 
-    def _load(self, hit: SeenHit, keys: dict[int, bytes], then: Callable[[], None]) -> None:
+        ``held`` says whether the scheduler still holds the hit: then it must be taken for a good one.
+        """
+        self._back(list(keys), lambda: self._load(hit, keys, held, then))
+
+    def _load(self, hit: SeenHit, keys: dict[int, bytes], held: Callable[[], bool], then: Callable[[], None]) -> None:
         if self.ledger is None:
             return
         try:
             transfer = self.ledger.begin_load(hit, keys)
-        except (StaleLease, PageError):
+        except (StaleLease, PageError) as error:
+            refused = isinstance(error, StaleLease) and held()
+            self.world.must(not refused, f"6: hits are held and refused: {error.message}")
             return
         landing = Landing(len(keys))
         transfer.submitted(landing)

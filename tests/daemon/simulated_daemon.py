@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sharedmirror.errors import SharedMirrorError
+from sharedmirror.index import IndexShape
 from sharedmirror.types import Role
-from sharedmirrord.core import machine, sessions
+from sharedmirrord.core import away, machine, sessions
 from sharedmirrord.core.durable import Delete, Put
 from sharedmirrord.core.model import Effects, Peer, State
 from sharedmirrord.core.recover import recover
 from sharedmirrord.core.regions import ArenaSpace
+from sharedmirrord.index import IndexWriter
 from sharedmirrord.journal import Window
 from sharedmirrord.records import RecordStore
 from tests.daemon.durable_view import durable_view, plain, state_problems
@@ -58,6 +60,9 @@ class Daemon:
         """The last mutating request of each session that was answered."""
         self.answers: dict[tuple[int, int], Body] = {}
         self.followers = Followers()
+        self.index: bytearray | None = None
+        """The key index of this life's table. What clients keep of an older life stands still."""
+        self._writer: IndexWriter | None = None
         self._timer = 0
         self._steps = 0
 
@@ -66,7 +71,18 @@ class Daemon:
     def start(self) -> None:
         self.life += 1
         self.up = True
+        self.index = self._writer = None
         self._apply(machine.Ready())
+        self._follow()
+
+    def _follow(self) -> None:
+        """Make the index of the table once there is one."""
+        table = next((pool.table for pool in self.state.pools.values() if pool.table is not None), None)
+        if table is not None and self._writer is None:
+            self.index = bytearray(IndexShape(table.pages).size_bytes)
+            self._writer = table.observer = IndexWriter(self.index, table, self.life)
+            for _ in self._writer.build():
+                pass
 
     def crash(self, views: list[Body]) -> None:
         """Die; the next life must find one of the states of ``views``."""
@@ -150,6 +166,9 @@ class Daemon:
                     self._granted(write.value)
             if any(isinstance(write, (Put, Delete)) and write.kind == "pool" for write in effects.writes):
                 self._check_maps()
+        self._follow()
+        if self._writer is not None:
+            self._writer.flush()
         if not self.replies_first:
             self._send(effects)
         for number in effects.forgotten:
@@ -237,7 +256,10 @@ class Daemon:
                 world.reply(connection, {"id": 0, "error": error.to_wire()})
                 return
             world.must(body.get("honest", True), f"a stranger may resume session {number}")
-            world.reply(connection, {"id": 0, "session": number, "token": token})
+            claims = away.read(body.get("away"), self.state.sessions[number])
+            lost = away.lost(self.state, self.state.sessions[number], claims)
+            world.must(not lost, f"6: hits {lost} from the time without a daemon are lost")
+            world.reply(connection, {"id": 0, "session": number, "token": token, "lost": lost})
         else:
             self.watched[number] = process
         connection.session = number
@@ -246,7 +268,7 @@ class Daemon:
         if older is not None and older.open:
             world.cut(older)
         if "session" in body:
-            self._apply(machine.Resume(number, body["leases"], body["hits"], body["retry"]))
+            self._apply(machine.Resume(number, body["leases"], body["hits"], body["retry"], claims))
         else:
             self._apply(machine.Hello(number, peer, Role(body["role"])))
             if self.up:

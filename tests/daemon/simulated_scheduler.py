@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from sharedmirror.away import Away
+from sharedmirror.index import IndexReader
 from sharedmirror.types import Generation, Lease, LeaseId, PageId, PoolId
-from tests.daemon.simulated_clients import Client, SeenHit, Worker
+from tests.daemon.simulated_clients import PAGES, Client, SeenHit, Worker
 from tests.daemon.simulated_processes import Body
 from tests.daemon.simulated_world import World
 
 KEYS = [b"k%d" % number for number in range(9)]
 """In prefix order: each key hangs on the one before."""
+
+
+class SimulatedAway(Away):
+    """The real one, but for the lock by which a daemon is known to be gone."""
+
+    def __init__(self, world: World, mark: int) -> None:
+        super().__init__(mark)
+        self._world = world
+        self._life = 0
+
+    def use(self, memory: bytearray, life: int) -> None:
+        self.index, self._life = IndexReader(memory, PAGES), life
+
+    def _gone(self) -> bool:
+        daemon = self._world.daemon
+        return self.index is not None and not (daemon.up and daemon.life == self._life)
 
 
 class Scheduler(Client):
@@ -18,19 +36,37 @@ class Scheduler(Client):
         self.workers = workers
         self.leases: dict[int, tuple[Lease, dict[int, bytes]]] = {}
         self.hits: set[int] = set()
+        self.away: SimulatedAway | None = None
+        self._ending: set[int] = set()
+        """Hits whose release was asked for."""
         super().__init__(world, engine, "scheduler")
 
     def held(self) -> tuple[list[int], list[int]]:
         return sorted(self.leases), sorted(self.hits)
 
+    def claims(self) -> Body | None:
+        return None if self.away is None else self.away.claims()
+
     def joined(self, body: Body) -> None:
+        self.away = SimulatedAway(self.world, body["mark"])
         self.step()
+
+    def back(self) -> None:
+        self.later(self.world.rng.random() * 0.1, self._fetch_index)
+
+    def _fetch_index(self) -> None:
+        daemon = self.world.daemon
+        if self.talking and self.connection is not None and self.away is not None and daemon.index is not None:
+            if daemon.up and self.connection.open and self.connection.life == daemon.life:
+                self.away.use(daemon.index, daemon.life)
 
     def step(self) -> None:
         """Do one thing, then think of the next."""
         if self.world.calm:
             return
-        if self.idle:
+        if not self.talking:
+            self._look_away()
+        elif self.idle:
             rng = self.world.rng
             start = rng.randrange(len(KEYS))
             keys = KEYS[start : start + rng.randrange(1, 4)]
@@ -102,6 +138,16 @@ class Scheduler(Client):
         if "error" in body and body["error"]["code"] == "stale_lease":
             self.leases.pop(lease, None)
 
+    def _look_away(self) -> None:
+        """Without a connection: the index serves, if the daemon is dead."""
+        rng = self.world.rng
+        start = rng.randrange(len(KEYS))
+        keys, mode = KEYS[start : start + rng.randrange(1, 4)], rng.choice(["prefix", "each"])
+        found = self.away.lookup(keys, mode, whole=False) if self.away is not None else None
+        if found is not None and found.hit:
+            self.world.count("away")
+            self._looked({"hit": found.hit, "pages": list(found.pages)}, keys)
+
     def _looked(self, body: Body, keys: list[bytes]) -> None:
         if not body.get("hit"):
             return
@@ -114,19 +160,31 @@ class Scheduler(Client):
         hit = SeenHit(body["hit"], self.workers[0].ledger._pool if self.workers[0].ledger else 0, tuple(body["pages"]))
         left = [len(self.workers)]
 
+        def held() -> bool:
+            return self.process.alive and hit.id in self.hits and hit.id not in self._ending
+
         def loaded() -> None:
             left[0] -= 1
             if not left[0]:
                 self.later(rng.random() * 0.1, self.release, hit.id)
 
         for worker in self.workers:
-            worker.later(rng.random() * 0.02, worker.load, hit, wanted, loaded)
+            worker.later(rng.random() * 0.02, worker.load, hit, wanted, held, loaded)
         # Loads may never come to an end: a rank may be dead.
         self.later(rng.uniform(0.02, 3.0), self.release, hit.id)
 
     def release(self, hit: int) -> None:
-        if hit in self.hits:
-            self.ask("release", lambda body: self.hits.discard(hit), hits=[hit])
+        if hit not in self.hits or (self.away is not None and self.away.release([hit], self.hits)):
+            return
+
+        self._ending.add(hit)
+
+        def over(body: Body) -> None:
+            self.hits.discard(hit)
+            if self.away is not None:
+                self.away.forget([hit])
+
+        self.ask("release", over, hits=[hit])
 
     def wind_down(self) -> None:
         """Give up all that is held."""

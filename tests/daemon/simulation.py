@@ -66,6 +66,8 @@ class Story:
         if world.calm:
             return
         client = rng.choice(self.clients())
+        if not world.daemon.up and rng.random() < 0.2:
+            world.kill(self.schedulers[rng.choice(ENGINES)].process)
         process = client.process
         roll = rng.random()
         if not process.alive:

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from sharedmirror.away import Away
 from sharedmirror.errors import InstanceChanged
-from sharedmirrord.core import changes, growth, hits, leases, machine, room, sessions
+from sharedmirrord.core import away, changes, growth, hits, leases, machine, room, sessions
 from sharedmirrord.core.durable import Put
 from sharedmirrord.core.elastic import Elastic
 from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Pool, Session, State, pack_bits
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.transitions import TRANSITIONS, PageEvent, PageState
+from sharedmirrord.index import IndexWriter
 from tests.daemon.simulated_daemon import Daemon
 from tests.daemon.simulated_processes import Violation
 from tests.daemon.simulation import simulate
@@ -28,7 +30,7 @@ FOUND_WITHIN = 60
 """Seeds in which a planted bug must show."""
 FAULTS = (
     "crashes", "kills", "stops", "drops", "reconnects", "duplicates", "impostors", "detached", "doubts", "loads",
-    "shrinks", "extensions",
+    "shrinks", "extensions", "away",
 )  # fmt: skip
 
 Ways = set[tuple[int, PageEvent]]
@@ -79,13 +81,13 @@ def test_a_seed_tells_one_story() -> None:
 # Planted bugs. -----------------------------------------------------------------------------------
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-BUGS: dict[str, tuple[str, Plant]] = {}
-"""Name of the bug to what the violation must say, and what plants it."""
+BUGS: dict[str, tuple[str, Plant, int]] = {}
+"""Name of the bug to what the violation must say, what plants it, and the seed to begin with."""
 
 
-def bug(says: str) -> Callable[[Plant], Plant]:
+def bug(says: str, first_seed: int = 0) -> Callable[[Plant], Plant]:
     def note(plant: Plant) -> Plant:
-        BUGS[plant.__name__] = says, plant
+        BUGS[plant.__name__] = says, plant, first_seed
         return plant
 
     return note
@@ -291,10 +293,70 @@ def pages_in_use_are_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(growth, "_withdraw", lambda *arguments: withdraw(*arguments) or True)
 
 
+@bug("5: page|6: hits .* are lost")
+def pages_are_freed_before_the_survivors_have_resumed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(State, "waited_for", lambda self, pool: [])
+
+
+@bug("5: page|6: hits .* are lost")
+def pages_are_evicted_by_name_before_the_survivors_have_resumed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hits, "refuse_to_free", lambda state, pool, what: None)
+
+
+@bug("5: page", first_seed=180)
+def nobody_asks_the_workers_of_a_scheduler_that_never_came_back(patch: pytest.MonkeyPatch) -> None:
+    fence = away.fence
+
+    def wrong(state: State, session: Session, number: int, out: Effects) -> None:
+        if number != away.ALL:
+            fence(state, session, number, out)
+
+    patch.setattr(away, "fence", wrong)
+
+
+@bug("5: page|6: hits")
+def nobody_asks_for_the_loads_under_hits_that_were_released_without_a_daemon(patch: pytest.MonkeyPatch) -> None:
+    fence = away.fence
+
+    def wrong(state: State, session: Session, number: int, out: Effects) -> None:
+        if number == away.ALL:
+            fence(state, session, number, out)
+
+    patch.setattr(away, "fence", wrong)
+
+
+@bug("6: hits are held and refused")
+def a_hit_taken_without_a_daemon_is_not_pinned_by_the_next(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(away, "adopt", lambda state, session, claims, out: [])
+
+
+@bug("5: page|6: hits")
+def an_index_is_used_after_the_next_daemon_was_told(patch: pytest.MonkeyPatch) -> None:
+    claims = Away.claims
+
+    def wrong(self: Away) -> dict[str, Any]:
+        index, told = self.index, claims(self)
+        self.index = index
+        return told
+
+    patch.setattr(Away, "claims", wrong)
+
+
+@bug("5: page|6: hits .* are lost")
+def the_index_shows_what_is_about_to_be_freed(patch: pytest.MonkeyPatch) -> None:
+    unbound = IndexWriter.unbound
+
+    def wrong(self: IndexWriter, page: int, key: bytes) -> None:
+        if self._table.states[page] == PageState.FREE:
+            unbound(self, page, key)
+
+    patch.setattr(IndexWriter, "unbound", wrong)
+
+
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    says, plant = BUGS[name]
+    says, plant, first_seed = BUGS[name]
     plant(monkeypatch)
     with pytest.raises(Violation, match=f"^seed [0-9]+ at [0-9.]+ s: .*({says})"):
-        for seed in range(FOUND_WITHIN):
+        for seed in range(first_seed, first_seed + FOUND_WITHIN):
             simulate(seed)

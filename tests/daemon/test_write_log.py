@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from sharedmirror.types import Plane, Role
+from sharedmirror.types import Plane, Role, away_hit
 from sharedmirrord.core import machine
+from sharedmirrord.core.away import ALL, Claim, Claims
 from sharedmirrord.core.model import Effects, Session, State
 from sharedmirrord.core.transitions import PageState
 from sharedmirrord.journal import ALIGNMENT_BYTES
 from sharedmirrord.records import RecordStore
+from tests.daemon.core_driver import Engine
 from tests.daemon.durable_driver import DurableDriver, recovered, recovered_from, stored_records
 from tests.daemon.durable_view import durable_view, plain, state_problems
 from tests.daemon.store_memory import ByteStorage, Store, kills, recording
@@ -76,6 +78,7 @@ def tell(driver: LoggedDriver) -> None:
     ask = driver.ask
     e.cache(b"a", b"b", b"c")
     e.cache(b"d", parent=b"a")
+    without_a_daemon(driver, e, f)
     half = f.lease(3)
     f.commit(half["lease"], half["pages"][:2], ranks=[0])
     ask(f.scheduler, "seal", lease=half["lease"], keys=[b"x", b"y"], pages=half["pages"][:2])
@@ -163,6 +166,38 @@ def stretch(driver: LoggedDriver) -> None:
     assert {pool.name for pool in driver.state.pools.values()} == {"p", "static", "x"}
 
 
+def without_a_daemon(driver: LoggedDriver, e: Engine, f: Engine) -> None:
+    """Schedulers resume with what they took from the index, and one never does."""
+    table = driver.table()
+    mark = driver.state.sessions[e.scheduler].mark
+    taken = {1: [b"c"], 3: [b"a", b"d"]}
+    driver.state.survivors |= {e.scheduler, f.scheduler}
+    held = tuple(
+        Claim(away_hit(mark, number), pages, [table.generations[page] for page in pages])
+        for number, pages in ((number, [table.index[key] for key in keys]) for number, keys in taken.items())
+    )
+    known = driver.state.sessions[e.scheduler]
+    driver.apply(machine.Resume(e.scheduler, sorted(known.leases), sorted(known.hits), None, Claims(5, held)))
+    assert driver.state.fences == {away_hit(mark, 5)}
+    for rank in (0, 1):
+        e.drained(rank, hits=[away_hit(mark, 5)])
+    driver.ask(e.scheduler, "release", hits=[held[0].hit])
+    e.drained(0, hits=[held[0].hit])
+    theirs = away_hit(driver.state.sessions[f.scheduler].mark, ALL)
+    driver.disconnect(f.scheduler)
+    driver.gone(f.scheduler)
+    assert driver.state.fences == {theirs}
+    f.drained(1, hits=[theirs])
+    f.drained(0, hits=[theirs])
+    assert not driver.state.fences and not driver.state.survivors
+    e.drained(1, hits=[held[0].hit])
+    f.scheduler = driver.hello(Role.SCHEDULER)
+    driver.ask(f.scheduler, "attach", pool="p", engine="f")
+    driver.ask(e.scheduler, "release", hits=[held[1].hit])
+    for rank in (0, 1):
+        e.drained(rank, hits=[held[1].hit])
+
+
 def wander(driver: LoggedDriver, rng: random.Random, steps: int) -> None:
     """Go on with whatever comes to mind; refusals are answers too."""
     keys = [b"a", b"b", b"x", b"new", b"w1", b"w2"]
@@ -230,7 +265,7 @@ def run() -> Run:
     with recording(driver.storage) as driver.run.log:
         tell(driver)
         stretch(driver)
-        wander(driver, random.Random(4), 800)
+        wander(driver, random.Random(4), 550)
     return driver.run
 
 

@@ -80,8 +80,9 @@ def _attach_scheduler(state: State, session: Session, arguments: dict[str, Any],
         incarnation.max_held = max_held
         out.writes.append(Put("incarnation", incarnation.id, incarnation.record()))
         state.moved = True
+    session.mark = state.new_id()
     _bind(state, session, pool, incarnation, out)
-    return _description(pool) | {"session": session.id}
+    return _description(pool) | {"session": session.id, "mark": session.mark}
 
 
 def _pool_for_scheduler(state: State, name: str, engine: str, incarnation: Incarnation | None) -> Pool:
@@ -399,4 +400,10 @@ def _welcome(state: State, pool: Pool, session: Session, rank: int) -> dict[str,
         "released": [hit.id for hit in state.hits.values() if hit.released],
         "hits": [hit.id for hit in state.hits.values() if hit.pool == pool.id and not hit.released],
         "hit_floor": state.next_id,
+        # What its schedulers took while there was no daemon: below these numbers only what is open above.
+        "away": [
+            [other.mark, other.away]
+            for other in map(state.sessions.__getitem__, state.incarnations[leases.incarnation_of(session)].sessions)
+            if other.role is Role.SCHEDULER
+        ],
     }

@@ -172,7 +172,7 @@ def _give(state: State, pool: Pool, elastic: Elastic, table: PageTable, out: Eff
 
 def _withdraw(state: State, pool: Pool, elastic: Elastic, table: PageTable, level: int, out: Effects) -> bool:
     """Withdraw what can be of the pages from ``level`` on; returns whether that is all of them."""
-    if state.survivors:
+    if state.waited_for(pool.id):
         return False  # nothing is evicted now, and a process that comes back may still read what it found
     if table.limit != elastic.target:
         in_use = (PageState.LEASED, PageState.SEALED, PageState.QUARANTINED)

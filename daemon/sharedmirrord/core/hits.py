@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from sharedmirror.errors import EnvironmentFault, StaleLease, UsageError
+from sharedmirror.types import AWAY_HITS, split_away_hit
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core.durable import Delete, Put, SetSlots
-from sharedmirrord.core.leases import incarnation_of, pool_of, revoke_keyed, table_of
+from sharedmirrord.core.leases import incarnation_of, pool_of, refuse_to_free, revoke_keyed, table_of
 from sharedmirrord.core.model import Effects, OpenHit, Pool, Session, State
 from sharedmirrord.core.shares import may_hold
 
@@ -134,17 +135,32 @@ def let_go(state: State, hit: OpenHit, out: Effects) -> None:
     holder = state.sessions.get(hit.session)
     if holder is not None:
         holder.hits.discard(hit.id)
-    body = {"push": "released", "hits": [hit.id], "hit_floor": next(iter(state.hits))}
+    body = released(state, [hit.id])
     out.pushes += [(worker, body) for worker in hit.awaited]
     if not settle(state, hit, out):
         out.writes.append(Put("hit", hit.id, hit.record()))
 
 
+def released(state: State, numbers: list[int]) -> dict[str, Any]:
+    """Return what workers are told of hits that are over. For a fence: mark, number, and what is not over."""
+    # Hits from the time without a daemon have higher numbers than any to come.
+    floor = next((number for number in state.hits if number < AWAY_HITS), state.next_id)
+    body: dict[str, Any] = {"push": "released", "hits": numbers, "hit_floor": floor}
+    fences = []
+    for number in state.fences.intersection(numbers):
+        mark, below = split_away_hit(number)
+        holder = state.sessions.get(state.hits[number].session)
+        fences.append([number, mark, below, sorted(h for h in holder.hits if h >= AWAY_HITS) if holder else []])
+    return body | {"fences": fences} if fences else body
+
+
 def ask_again(state: State, session: Session, out: Effects) -> None:
     """Repeat the releases that a worker has not answered, as far as is known after a restart."""
     owed = [hit.id for hit in state.hits.values() if hit.released and session.id in hit.awaited]
-    if owed:
-        out.pushes.append((session.id, {"push": "released", "hits": owed, "hit_floor": next(iter(state.hits))}))
+    fences = [number for number in owed if number in state.fences]
+    for numbers in ([number for number in owed if number not in state.fences], fences):
+        if numbers:
+            out.pushes.append((session.id, released(state, numbers)))
 
 
 def drained(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> None:
@@ -181,6 +197,7 @@ def settle(state: State, hit: OpenHit, out: Effects) -> bool:
         out.writes.append(SetSlots(pool.id, tuple(table.slot(page, pool.number) for page in freed)))
     del state.hits[hit.id]
     state.incarnations[hit.incarnation].held -= len(hit.pages)
+    state.fences.discard(hit.id)
     out.writes.append(Delete("hit", hit.id))
     state.moved = True
     return True
@@ -190,7 +207,9 @@ def evict(state: State, session: Session, arguments: dict[str, Any], now: float,
     """``evict``: free named keys; pinned ones stay and are named in the answer."""
     pool = pool_of(state, session)
     table = table_of(pool)
-    evicted, pinned, pages = [], [], []
+    evicted: list[bytes] = []
+    pinned: list[bytes] = []
+    pages: list[int] = []
     for key in arg.keys(arguments):
         page = table.index.get(key)
         if page is None:
@@ -198,6 +217,8 @@ def evict(state: State, session: Session, arguments: dict[str, Any], now: float,
         if page in table.pins:
             pinned.append(key)
             continue
+        if not pages:
+            refuse_to_free(state, pool, "an eviction")
         table.evict(page)
         pages.append(page)
         evicted.append(key)
@@ -210,6 +231,7 @@ def evict(state: State, session: Session, arguments: dict[str, Any], now: float,
 def clear(state: State, session: Session, arguments: dict[str, Any], now: float, out: Effects) -> dict[str, Any]:
     """``clear``: all keys vanish at once, by raising the pool's durable number."""
     pool = pool_of(state, session)
+    refuse_to_free(state, pool, "a clear")
     freed = table_of(pool).clear()
     state.sweeping = True
     pool.number += 1

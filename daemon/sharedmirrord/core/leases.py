@@ -15,6 +15,7 @@ from sharedmirror.errors import (
     DaemonUnavailable,
     KeyInputError,
     NoPages,
+    NotResumed,
     PageError,
     RanksMissing,
     ShardMismatch,
@@ -107,7 +108,7 @@ def _open(
     if incarnation.held + wanted > may_hold(pool, incarnation):
         raise _held_too_much(pool, incarnation, wanted)
     claim = Claim(pool.owners[incarnation.engine], pool.attached, pool.share)
-    granted = table.grant(wanted, protected or (), may_evict=not state.survivors, claim=claim)
+    granted = table.grant(wanted, protected or (), may_evict=not state.waited_for(pool.id), claim=claim)
     if granted is None:
         raise _no_pages(state, pool, table, wanted, incarnation)
     incarnation.held += wanted
@@ -163,8 +164,8 @@ def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int, incarnati
     )
     if pool.elastic is not None:
         message += f"; {pool.elastic.backed} of {table.pages} have memory"
-    if state.survivors:
-        pids = sorted(state.sessions[number].peer.pid for number in state.survivors)
+    pids = state.waited_for(pool.id)
+    if pids:
         message += f"; after a restart nothing is evicted until the processes {pids} have resumed or are proven gone"
     owned = table.owned.get(pool.owners[incarnation.engine], 0)
     if owned + wanted > pool.share:
@@ -173,6 +174,17 @@ def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int, incarnati
             f"it has {owned} pages, and its share of {len(pool.attached)} engines is {pool.share}"
         )
     return NoPages(message, asked=wanted)
+
+
+def refuse_to_free(state: State, pool: Pool, what: str) -> None:
+    """Raise NotResumed while somebody may load sealed pages of the pool under a hit that is not known yet."""
+    pids = state.waited_for(pool.id)
+    if pids:
+        raise NotResumed(
+            f"{what} of pool {pool.name!r} must wait: after a restart nothing is freed until the processes {pids} "
+            f"have resumed or are proven gone; end them, or let them run on",
+            pids=pids,
+        )
 
 
 def incarnation_of(session: Session) -> int:

@@ -17,6 +17,7 @@ from sharedmirror.errors import ProtocolError, RankAttached, SharedMirrorError, 
 from sharedmirror.types import Role
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import attach, growth, hits, leases, sessions
+from sharedmirrord.core.away import Claims
 from sharedmirrord.core.durable import Put
 from sharedmirrord.core.model import Effects, Peer, Session, SessionState, State, Waiter
 
@@ -77,6 +78,7 @@ class Resume:
     leases: list[int]
     hits: list[int]
     retry: int | None = None
+    away: Claims | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def apply(state: State, event: Event, now: float) -> Effects:
     elif isinstance(event, Hello):
         attach.hello(state, event.session, event.peer, event.role, now)
     elif isinstance(event, Resume):
-        sessions.resume(state, state.sessions[event.session], event.leases, event.hits, event.retry, out)
+        session = state.sessions[event.session]
+        sessions.resume(state, session, event.leases, event.hits, event.retry, out, event.away)
     elif isinstance(event, Drop):
         sessions.drop(state, event.name, event.tag, out)
     elif isinstance(event, Stop):

@@ -61,6 +61,10 @@ class Session:
     leases: set[int] = field(default_factory=set)
     """Leases that this session took; they are revoked when it ends."""
     hits: set[int] = field(default_factory=set)
+    mark: int = 0
+    """Of a scheduler: names its hits from times without a daemon. Given at attach, so that it tells who came first."""
+    away: int = 0
+    """Hits that it took without a daemon, with numbers below, are over or known; see ``core.away``."""
 
     @property
     def may_copy(self) -> bool:
@@ -84,6 +88,8 @@ class Session:
             "pool": self.pool,
             "incarnation": self.incarnation,
             "rank": self.rank,
+            "mark": self.mark,
+            "away": self.away,
         }
 
 
@@ -381,6 +387,8 @@ class State:
     """Whether the arena's memory is there; nobody attaches before."""
     survivors: set[int] = field(default_factory=set)
     """Sessions from before a restart that have neither resumed nor gone; nothing is evicted meanwhile."""
+    fences: set[int] = field(default_factory=set)
+    """Hits without pages that hold back all freeing in their pools; see ``core.away``."""
     stopping: bool = False
     giving: bool = False
     """Whether pages that a pool gives back are left to be looked at: the next event goes on with it."""
@@ -393,6 +401,14 @@ class State:
         """Return a number that was never used before in this state."""
         self.next_id += 1
         return self.next_id - 1
+
+    def waited_for(self, pool: int) -> list[int]:
+        """Return the processes that have not spoken since a restart: nothing sealed is freed before."""
+        waited = set(self.survivors)
+        for number in self.fences:
+            if self.hits[number].pool == pool:
+                waited |= self.hits[number].awaited
+        return sorted({self.sessions[number].peer.pid for number in waited})
 
     def workers(self, incarnation: int) -> Iterator[Session]:
         """Yield the worker sessions of an incarnation that may still hold its memory."""

@@ -15,6 +15,7 @@ import heapq
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from sharedmirrord.core.changes import CLEARED, EVICTED, SEALED, ChangeLog
 from sharedmirrord.core.durable import NO_PAGE, Slot
@@ -31,6 +32,22 @@ _NO_CLAIM = Claim()
 
 _Heads = list[tuple[int, int]]
 """The first entry of each owner's order, with the owner: a heap."""
+
+
+class Observer(Protocol):
+    """Is told which keys lead to pages; it must change nothing here."""
+
+    def bound(self, page: int, key: bytes, generation: int) -> None:
+        """A key leads to a page from now on."""
+        ...
+
+    def unbound(self, page: int, key: bytes) -> None:
+        """A key leads to its page no more; nothing else of the page has changed yet."""
+        ...
+
+    def cleared(self) -> None:
+        """No key leads anywhere any more."""
+        ...
 
 
 class PageTable:
@@ -55,6 +72,7 @@ class PageTable:
         self.counts[_FREE] = backed - 1
         self.evictions = 0
         self.changes = ChangeLog()
+        self.observer: Observer | None = None
         self._free = array("I", range(backed - 1, 0, -1))
         self._beyond: list[int] = []
         """Free pages from ``limit`` on."""
@@ -203,7 +221,7 @@ class PageTable:
         """
         self._tick += 1
         index, keys, used, tick = self.index, self.keys, self._used, self._tick
-        note = self.changes.add
+        note, observer = self.changes.add, self.observer
         sealed: list[int] = []
         linked: list[int] = []
         duplicates: list[list[int]] = []
@@ -217,6 +235,8 @@ class PageTable:
             keys[page] = key
             index[key] = page
             note(SEALED, key)
+            if observer is not None:
+                observer.bound(page, key, self.generations[page])
             used[page] = tick
             sealed.append(page)
             if parent_key is not None:
@@ -281,6 +301,8 @@ class PageTable:
         if self.index.get(key) == page:
             del self.index[key]
             self.changes.add(EVICTED, key)
+            if self.observer is not None:
+                self.observer.unbound(page, key)
         self._parents[page] = NO_PAGE
         self._children[page] = 0
         self._queued[page] = 0  # should an entry be left, it is known to be dead by its use
@@ -308,6 +330,8 @@ class PageTable:
         self._stale.append((self.index, list(self._heaps.values())))
         self.index, self._heaps = {}, {}
         self.changes.add(CLEARED, b"")
+        if self.observer is not None:
+            self.observer.cleared()
         self._awaited.clear()
         return freed
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sharedmirror.errors import EnvironmentFault, SharedMirrorError
-from sharedmirror.types import Layout, PoolKind, Role
+from sharedmirror.types import AWAY_HITS, Layout, PoolKind, Role
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import shares
+from sharedmirrord.core import away, shares
 from sharedmirrord.core.durable import Slot
 from sharedmirrord.core.elastic import Elastic
 from sharedmirrord.core.model import (
@@ -132,7 +132,8 @@ class _Recovery:
         used = [number for kind, number in self._records if kind in _WITH_IDS]
         used += [region[0] for _, value in self._each("pool") for region in value["regions"]]
         _must(len(used) == len(set(used)) and min(used, default=1) > 0, "an id is used twice")
-        counter = arg.integer({"counter": self._records.get(("counter", 0), 1)}, "counter", max(used, default=0) + 1)
+        counted = max((number for number in used if number < AWAY_HITS), default=0)
+        counter = arg.integer({"counter": self._records.get(("counter", 0), 1)}, "counter", counted + 1, AWAY_HITS - 1)
         self._state.next_id = self._state.id_high = counter
 
     # -- pools and their tables ------------------------------------------------------------------
@@ -252,6 +253,8 @@ class _Recovery:
         session.connected = False
         session.state = SessionState.DETACHED if arg.flag(value, "detached", False) else SessionState.LOST
         session.pool, session.incarnation, session.rank = value["pool"], value["incarnation"], value["rank"]
+        session.mark = arg.integer({"mark": 0} | value, "mark", 0, AWAY_HITS)
+        session.away = arg.integer({"away": 0} | value, "away", 0, away.ALL)
         pool, incarnation = state.pools[value["pool"]], state.incarnations[value["incarnation"]]
         if session.role is Role.WORKER:
             arg.integer(value, "rank", 0, pool.properties.world_size - 1)
@@ -357,6 +360,8 @@ class _Recovery:
         hit = OpenHit(number, pool.id, value["incarnation"], holder, pages, released)
         pool.table.pin_again(hit.pages)
         state.hits[number] = hit
+        if hit.released and number >= AWAY_HITS and not pages:
+            state.fences.add(number)
         if hit.released:
             hit.awaited = {worker.id for worker in state.workers(hit.incarnation) if worker.may_copy}
             _must(hit.awaited, f"hit {number} is released and awaits nobody")

@@ -11,7 +11,7 @@ from typing import Any
 
 from sharedmirror.errors import InstanceChanged, PoolInUse, PoolMismatch, PoolNotFound, UsageError
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import growth, hits, leases, room, shares
+from sharedmirrord.core import away, growth, hits, leases, room, shares
 from sharedmirrord.core.durable import Delete, Put
 from sharedmirrord.core.model import Effects, Ended, Peer, Pool, Session, SessionState, State
 
@@ -28,12 +28,18 @@ def check_resume(state: State, number: int, peer: Peer) -> None:
 
 
 def resume(
-    state: State, session: Session, held_leases: list[int], held_hits: list[int], retry: int | None, out: Effects
+    state: State,
+    session: Session,
+    held_leases: list[int],
+    held_hits: list[int],
+    retry: int | None,
+    out: Effects,
+    claims: away.Claims | None = None,
 ) -> None:
     """A session is back. What it took and does not name is given up; what it owes is asked for again.
 
     ``retry`` is the request that it will repeat: the answer, which it has not seen, may name a lease or
-    a hit that it could not name.
+    a hit that it could not name. ``claims`` is what it took while there was no daemon.
     """
     if session.last_reply is not None and session.last_request == retry:
         held_leases = [*held_leases, session.last_reply.get("lease", 0)]
@@ -43,6 +49,8 @@ def resume(
     session.connected = True
     if session.state is SessionState.LOST:
         session.state = SessionState.ATTACHED
+    if claims is not None:
+        held_hits = [*held_hits, *away.adopt(state, session, claims, out)]
     state.survivors.discard(session.id)
     state.moved = True
     for number in sorted(session.leases.difference(held_leases)):
@@ -51,6 +59,8 @@ def resume(
         leases.settle(state, lease, out)
     for number in sorted(session.hits.difference(held_hits)):
         hits.let_go(state, state.hits[number], out)
+    if claims is not None:
+        away.fence(state, session, claims.below, out)
     leases.ask_again(state, session, out)
     hits.ask_again(state, session, out)
     growth.ask_again(state, session, out)
@@ -141,6 +151,9 @@ def gone(state: State, session: Session, now: float, out: Effects) -> None:
         leases.owner_ended(state, session, out)
         hits.holder_ended(state, session, out)
         hits.worker_gone(state, session, out)
+        if session.id in state.survivors:
+            # Nobody knows what it took while there was no daemon, and gave to its workers.
+            away.fence(state, session, away.ALL, out)
         _leave_rank(state, session)
     else:
         withdraw(state, session, out)
