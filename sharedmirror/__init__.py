@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from sharedmirror.layout import PlaneSpec, PoolLayout
     from sharedmirror.mirror import SharedHostMirror, flat_bytes_per_host_page
     from sharedmirror.types import KeyState, Lease, Reservation, Sealed
+    from sharedmirror.watching import Change, ChangeKind, Position, Watch, watch
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Change": "watching",
+    "ChangeKind": "watching",
     "Client": "control",
     "DevicePool": "adapter",
     "Evicted": "control",
@@ -28,15 +31,20 @@ _HOMES = {
     "Lease": "types",
     "PlaneSpec": "layout",
     "PoolLayout": "layout",
+    "Position": "watching",
     "Reservation": "types",
     "Sealed": "types",
     "SharedHostMirror": "mirror",
     "SharedMirrorError": "errors",
+    "Watch": "watching",
     "connect": "control",
     "flat_bytes_per_host_page": "mirror",
+    "watch": "watching",
 }
 
 __all__ = [
+    "Change",
+    "ChangeKind",
     "Client",
     "DevicePool",
     "Evicted",
@@ -45,12 +53,15 @@ __all__ = [
     "Lease",
     "PlaneSpec",
     "PoolLayout",
+    "Position",
     "Reservation",
     "Sealed",
     "SharedHostMirror",
     "SharedMirrorError",
+    "Watch",
     "connect",
     "flat_bytes_per_host_page",
+    "watch",
 ]
 
 

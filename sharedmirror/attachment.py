@@ -4,6 +4,8 @@ What it keeps:
 
 - coming fails wholly: an error half way leaves nothing mapped, registered or attached;
 - leaving goes in one order: registrations, then mappings, then the word to the daemon;
+- of an elastic pool it maps what it has needed so far, and unmaps what the daemon takes back; what it was once
+  told to unmap it unmaps once, also when it is told again;
 - the channel stays open while any memory of the arena is mapped here: its session is what tells the
   daemon that the memory cannot be used for another pool yet.
 
@@ -17,6 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -24,7 +27,14 @@ import torch
 
 from sharedmirror.channel import Channel
 from sharedmirror.copies.geometry import Placement
-from sharedmirror.errors import ClosedError, ForkedError, MemoryFault, ProtocolError, SharedMirrorError
+from sharedmirror.errors import (
+    ClosedError,
+    ForkedError,
+    MemoryFault,
+    ProtocolError,
+    SharedMirrorError,
+    StaleLease,
+)
 from sharedmirror.mapping import RegionMapping
 from sharedmirror.registration import HostRegistration, refuse_mps
 from sharedmirror.types import Role
@@ -86,6 +96,13 @@ class Attachment:
         if device.type == "cuda":
             refuse_mps()
         self.channel = open_channel(socket, on_push)
+        self._changing = threading.Lock()
+        """Held while the mapping changes."""
+        self._owed: dict[int, _Shrink] = {}
+        self._unmapped_for = 0
+        self._abandoned = False
+        self._maps: dict[int, RegionMapping] = {}
+        """The regions of an elastic pool by id, also after leaving: views may keep them mapped."""
         self.regions: list[RegionMapping] = []
         self.registrations: list[HostRegistration] = []
         try:
@@ -96,6 +113,8 @@ class Attachment:
         self._farewell = _Farewell(self.channel)
         try:
             self.pool, self.num_host_pages, announced = _read(reply)
+            self.backed = int(reply.get("backed", self.num_host_pages))
+            """How many pages have memory in this process."""
             if sorted(order) != list(range(len(announced))):
                 raise ProtocolError(f"the daemon placed {len(announced)} planes; this rank announced {len(order)}")
             self.placements = [announced[order.index(plane)] for plane in range(len(order))]
@@ -105,12 +124,15 @@ class Attachment:
             self.sharers = [[int(rank) for rank in region["ranks"]] for region in reply["regions"]]
             """For each region, the ranks that share it."""
             for region in reply["regions"]:
-                extents = [(int(arena), int(offset), int(length)) for arena, offset, length in region["extents"]]
-                self.regions.append(RegionMapping(self.channel.arena_fds, extents, self._farewell.region_gone))
+                gone, size_bytes = self._farewell.region_gone, region.get("max_bytes")
+                mapped = RegionMapping(self.channel.arena_fds, _extents(region), gone, size_bytes=size_bytes)
+                self.regions.append(mapped)
                 self._farewell.region_came()
+                if "levels" in region:
+                    self._maps[int(region["id"])] = mapped
             if device.type == "cuda":
-                for mapped in self.regions:
-                    self.registrations.append(mapped.register(device))
+                for mapped, region in zip(self.regions, reply["regions"], strict=True):
+                    self.registrations.append(mapped.register(device, region.get("levels", ())))
         except BaseException:
             self.leave()
             raise
@@ -136,6 +158,53 @@ class Attachment:
             end = self.regions[place.region].address + place.base + last_frame * place.stride + size
             self.registrations[place.region].require(end)
 
+    def back(self, pages: int) -> None:
+        """Map the memory of the first ``pages`` pages, which the caller may copy to or from.
+
+        Asks the daemon, once, when this process has not mapped them yet: raises DaemonUnavailable (retryable)
+        while it is away, StaleLease when the pages have no memory any more, MemoryFault.
+        """
+        if pages <= self.backed:
+            return
+        with self._changing:
+            if pages <= self.backed:
+                return
+            reply = self.channel.call("extents")
+            for region in reply["regions"]:
+                if region["id"] in self._maps:
+                    self._maps[region["id"]].extend(self.channel.arena_fds, _extents(region))
+            self.backed = max(self.backed, int(reply["backed"]))
+            if pages > self.backed:
+                raise StaleLease(
+                    f"host page {pages - 1} has no memory any more: its lease or hit is over", page=pages - 1
+                )
+
+    def on_shrink(self, body: dict[str, Any]) -> None:
+        """Note that the daemon wants memory back; ``unmap`` does it."""
+        sizes = {int(region): int(size_bytes) for region, size_bytes in body["regions"]}
+        self._owed[int(body["number"])] = _Shrink(int(body["pages"]), sizes)
+
+    @property
+    def owed(self) -> list[tuple[int, int]]:
+        """What the daemon wants back, and was not yet answered: number of its word, and how many pages stay."""
+        return [] if self._abandoned else sorted((number, shrink.pages) for number, shrink in self._owed.items())
+
+    def unmap(self, number: int) -> None:
+        """Unmap what the daemon wants back and say so; the caller has no copy under way there.
+
+        Raises MemoryFault when the driver keeps it: then it is not said.
+        """
+        shrink = self._owed[number]
+        with self._changing:
+            # Once only: if the answer got lost, the pool may have grown again by the time that it is repeated.
+            if number > self._unmapped_for:
+                for region, mapped in self._maps.items():
+                    mapped.cut(shrink.sizes[region])
+                self.backed = min(self.backed, shrink.pages)
+                self._unmapped_for = number
+        self.channel.call("shrunk", number=number)
+        self._owed.pop(number, None)
+
     def begin_registering(self) -> None:
         """Register in the background what is not yet; the engine's own work with the driver comes first."""
         for registration in self.registrations:
@@ -154,18 +223,28 @@ class Attachment:
 
         Raises MemoryFault when the driver keeps a registration; that memory then stays mapped.
         """
-        faults = [fault for fault in map(_unregister, self.registrations) if fault is not None]
-        self.registrations = []
-        for region in self.regions:
-            region.release()
-        self.regions = []
+        with self._changing:
+            faults = [fault for fault in map(_unregister, self.registrations) if fault is not None]
+            self.registrations = []
+            for region in self.regions:
+                region.release()
+            self.regions = []
         self._farewell.say()
         if faults:
             raise faults[0]
 
     def abandon(self) -> None:
         """Keep everything until the process dies: copies may still be under way."""
+        self._abandoned = True
         _ABANDONED.append(self)
+
+
+@dataclass(frozen=True)
+class _Shrink:
+    """How much of a pool stays when it gives back: pages, and the bytes of each region by id."""
+
+    pages: int
+    sizes: dict[int, int]
 
 
 class _Farewell:
@@ -275,6 +354,10 @@ def _unregister(registration: HostRegistration) -> MemoryFault | None:
     except MemoryFault as fault:
         return fault
     return None
+
+
+def _extents(region: dict[str, Any]) -> list[tuple[int, int, int]]:
+    return [(int(arena), int(offset), int(length)) for arena, offset, length in region["extents"]]
 
 
 def _read(reply: dict[str, Any]) -> tuple[int, int, list[Placement]]:

@@ -20,6 +20,7 @@ import mmap
 import os
 import select
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -40,7 +41,8 @@ from sharedmirror.types import Role
 
 log = logging.getLogger("sharedmirror")
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+"""A larger buffer is mapped afresh by each read: 38 us instead of 3."""
 _WAIT_MARGIN_S = 5.0
 """A call that asks the daemon to wait gives it this much longer to answer."""
 _TRY_S = 2.0
@@ -123,6 +125,8 @@ class Channel:
         except OSError as error:
             if isinstance(error, PermissionError):
                 remedy = f"uid {os.getuid()} may not use this socket: start the daemon with --allow-uid {os.getuid()}"
+            elif _is_other_file(self.path):
+                remedy = "the file is no socket: name the daemon's socket"
             else:
                 remedy = "start one with `sharedmirrord --memory SIZE`, or set SHAREDMIRROR_SOCKET"
             raise DaemonUnavailable(
@@ -463,6 +467,12 @@ class Channel:
         if self._void is not None:
             raise InstanceChanged(self._void.message, **self._void.ids)
 
+    def interrupt(self) -> None:
+        """End the connection under a call in another thread, which then raises; ``close`` need not wait for it."""
+        if os.getpid() == self._pid:  # a forked child has its parent's connection
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket and the descriptors; may be called again.
 
@@ -504,6 +514,13 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     return data, list(fds)
+
+
+def _is_other_file(path: str) -> bool:
+    try:
+        return not stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _close_all(fds: list[int]) -> None:

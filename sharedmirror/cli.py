@@ -1,4 +1,4 @@
-"""The ``sharedmirror`` command: ``status``, ``drop``, ``demo`` and ``gc``.
+"""The ``sharedmirror`` command: ``status``, ``watch``, ``drop``, ``demo`` and ``gc``.
 
 ``status`` answers within 0.3 s, so nothing here imports torch or numpy, and rich only when it draws.
 
@@ -11,7 +11,9 @@ bytes, times in seconds; later releases add fields and take none away under the 
   ``pinned_bytes``, ``huge_page_share`` (0 to 1), ``keep`` (whether the arena stays on exit), ``rss_bytes``.
 - ``arena``: ``bytes_total``, ``bytes_ready`` (prefaulted), ``bytes_allocated`` (in pools), ``bytes_free``.
 - ``pools``, each: ``id``, ``name``, ``tag``, ``number`` (raised by ``clear``), ``kind`` ("static", "leased"),
-  ``layout`` ("slab", "page"), ``page_size``, ``frames_per_page``, ``world_size``, ``num_host_pages``,
+  ``layout`` ("slab", "page"), ``page_size``, ``frames_per_page``, ``world_size``, ``num_host_pages`` (the most that it
+  may have), ``min_host_pages``, ``backed_pages`` (those that have memory now), ``giving_back_pages`` (how many of them
+  are to go), ``giving_back_awaits`` (pids that have yet to unmap some),
   ``bytes_per_host_page`` (over all ranks), ``bytes_saved_per_host_page`` (spared by sharing),
   ``state`` ("forming", "ready"), ``ranks_attached`` (engine to its ranks),
   ``pages`` (counts: ``reserved``, ``free``, ``leased``, ``sealed``, ``pinned`` (of the sealed), ``quarantined``),
@@ -24,6 +26,9 @@ bytes, times in seconds; later releases add fields and take none away under the 
 - ``ended``, the last 100 sessions, each: ``id``, ``pid``, ``engine``, ``role``, ``rank``, ``pool``, ``how``, ``ago_s``.
 - ``quarantine``, each: ``pool``, ``lease``, ``pages`` (a count), ``session``, ``pid``, ``missing``, ``holders``.
 - ``alarms``, each: ``code``, ``message``.
+
+``sharedmirror watch --json`` prints one object a batch: ``kind`` and ``keys`` (in hex) as ``sharedmirror.watching``
+tells them, ``position`` ([instance, epoch, pool, sequence], null until a snapshot is complete).
 """
 
 from __future__ import annotations
@@ -121,6 +126,38 @@ def _status(channel: Channel) -> dict[str, Any]:
 def _print_json(status: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(status) + "\n")
     sys.stdout.flush()
+
+
+@app.command()
+def watch(
+    name: Annotated[str, typer.Option("--pool", help="The pool's name, as `status` shows it.")] = "default",
+    tag: Annotated[str | None, typer.Option(help="The pool's tag, where several pools have this name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with keys in hex.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds that the pool, or the daemon, may be away.")] = 30.0,
+    socket: Annotated[str | None, typer.Option(help="The daemon's socket, if not the default one.")] = None,
+) -> None:
+    """Follow which keys a pool holds, one line a batch, until Ctrl-C. Exit code 3 if no daemon answers."""
+    from sharedmirror.watching import watch as follow
+
+    try:
+        with follow(socket, name, tag, wait_s=wait) as changes:
+            for change in changes:
+                # Without --json no key is shown: lines like these end up in logs.
+                line = f"{change.kind.value} {len(change.keys)} keys"
+                if as_json:
+                    keys = [key.hex() for key in change.keys]
+                    line = json.dumps({"kind": change.kind.value, "keys": keys, "position": change.position})
+                sys.stdout.write(line + "\n")
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    except BrokenPipeError:
+        # Whoever read has enough; the interpreter's own flush must not complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
+    except SharedMirrorError as error:
+        sys.stderr.write(f"sharedmirror: {error.message}\n")
+        raise typer.Exit(EXIT_NO_DAEMON if isinstance(error, DaemonUnavailable) else EXIT_FAILED) from None
 
 
 @app.command()

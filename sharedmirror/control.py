@@ -30,6 +30,7 @@ from sharedmirror.types import (
 
 _GOODBYE_S = 2.0
 _PRUNE_AT = 1024
+_KEY_LENGTHS = frozenset(range(1, MAX_KEY_BYTES + 1))
 _STATES = {"h": KeyState.HIT, "p": KeyState.PENDING, "m": KeyState.MISS}
 
 
@@ -277,6 +278,10 @@ class Client:
         finally:
             self._channel.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"session={self._channel.session}"
+        return f"<Client socket={self._channel.path!r} pool={self.pool} pages={self.num_host_pages} {state}>"
+
     def __enter__(self) -> Client:
         return self
 
@@ -295,7 +300,7 @@ def _keys(keys: Sequence[bytes]) -> list[bytes]:
         raise KeyInputError("keys must be a sequence of bytes, not one of them")
     listed = list(keys)
     # The quick test first: calls carry hundreds of keys, nearly always good ones.
-    if all(type(key) is bytes and 0 < len(key) <= MAX_KEY_BYTES for key in listed):
+    if set(map(type, listed)) <= {bytes} and set(map(len, listed)) <= _KEY_LENGTHS:
         return listed
     for position, key in enumerate(listed):
         if not isinstance(key, bytes) or not 0 < len(key) <= MAX_KEY_BYTES:

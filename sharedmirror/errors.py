@@ -30,6 +30,7 @@
         +-- RanksMissing          ranks of the engine have not attached (retryable)
         +-- EngineBusy            a forerunner of this engine is not proven gone (retryable)
         +-- ArenaFull             the arena has not enough room
+        +-- ArenaBusy             pools are giving back the room that is needed (retryable)
         +-- MemoryFault           memory could not be had, mapped or pinned
         +-- CopyError             the device reported an error during a copy
 
@@ -42,6 +43,7 @@ from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
+    "ArenaBusy",
     "ArenaFull",
     "CallTimeout",
     "Cleared",
@@ -266,6 +268,13 @@ class ArenaFull(EnvironmentFault):
     """Raised when the arena has not enough room; the message holds bytes asked and bytes free."""
 
     code = "arena_full"
+
+
+class ArenaBusy(EnvironmentFault):
+    """Raised when the room that is needed is still being given back; ``ids["pools"]`` names by which pools."""
+
+    code = "arena_busy"
+    retryable = True
 
 
 class MemoryFault(EnvironmentFault):

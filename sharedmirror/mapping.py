@@ -3,6 +3,8 @@
 What it keeps:
 
 - a region's extents lie one behind the other in this address space, on a 2 MiB boundary;
+- a region that may grow has addresses for all that it may have; where it has no memory now, its bytes read as
+  zeros, and no other mapping of this process can come to lie there;
 - a mapping lives as long as any tensor over it, and its end is reported exactly once;
 - memory is never unmapped while it is registered with the driver;
 - every failing call gives a MemoryFault with its reason, and leaves nothing mapped or registered.
@@ -18,7 +20,8 @@ import errno
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -47,24 +50,29 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 class RegionMapping:
     """One region, contiguous in this process.
 
-    ``fds`` are the arenas' descriptors, ``extents`` the region's parts in order. ``on_gone`` is
-    called once, from whatever thread drops the last view, after the memory was unmapped; it must not
-    block and must not raise.
+    ``fds`` are the arenas' descriptors, ``extents`` the region's parts in order. ``size_bytes`` (None: what
+    the extents have) is what the region may have one day. ``on_gone`` is called once, from whatever thread
+    drops the last view, after the memory was unmapped; it must not block and must not raise.
 
-    Raises MemoryFault when an extent lies outside its arena or cannot be mapped.
+    ``extend`` and ``cut`` may not be called by two threads at once. Raises MemoryFault when an extent lies
+    outside its arena or cannot be mapped.
     """
 
     def __init__(
-        self, fds: Sequence[int], extents: Sequence[Extent], on_gone: Callable[[], None] | None = None
+        self,
+        fds: Sequence[int],
+        extents: Sequence[Extent],
+        on_gone: Callable[[], None] | None = None,
+        *,
+        size_bytes: int | None = None,
     ) -> None:
-        self.size_bytes = sum(length for _, _, length in extents)
+        self.backed_bytes = sum(length for _, _, length in extents)
+        self.size_bytes = max(self.backed_bytes, size_bytes or 0)
         _check_extents(fds, extents)
         self.address = _reserve(self.size_bytes)
         try:
-            at = self.address
-            for arena, offset, length in extents:
-                _mmap(at, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_FIXED, fds[arena], offset)
-                at += length
+            self._map(fds, extents, 0)
+            self._empty(self.backed_bytes, self.size_bytes)
         except BaseException:
             _munmap(self.address, self.size_bytes)
             raise
@@ -74,6 +82,7 @@ class RegionMapping:
             pass
 
         owner = Owner.from_address(self.address)
+        self._owner = weakref.ref(owner)
         self._registrations: list[HostRegistration] = []
         self._end = weakref.finalize(
             owner, _unmap, self.address, self.size_bytes, self._registrations, os.getpid(), on_gone
@@ -89,11 +98,71 @@ class RegionMapping:
             raise MemoryFault("the region was released")
         return self._bytes
 
-    def register(self, device: torch.device) -> HostRegistration:
-        """Register the region with the CUDA driver; the caller closes the registration before ``release``."""
-        registration = HostRegistration(self.address, self.size_bytes, device)
+    def register(self, device: torch.device, levels: Sequence[int] = ()) -> HostRegistration:
+        """Register the region with the CUDA driver; the caller closes the registration before ``release``.
+
+        ``levels`` are the sizes in bytes that a region which grows may have.
+        """
+        edges = [self.address + level for level in levels if level < self.size_bytes] if levels else None
+        registration = HostRegistration(self.address, self.backed_bytes, device, edges=edges)
         self._registrations.append(registration)
         return registration
+
+    def extend(self, fds: Sequence[int], extents: Sequence[Extent]) -> None:
+        """Map what ``extents``, the region's parts from its beginning, have beyond ``backed_bytes``."""
+        more, start = [], 0
+        for arena, offset, length in extents:
+            seen = min(length, max(0, self.backed_bytes - start))
+            if seen < length:
+                more.append((arena, offset + seen, length - seen))
+            start += length
+        if start > self.size_bytes:
+            raise MemoryFault(f"the region has extents of {start} bytes and addresses for {self.size_bytes}")
+        if not more:
+            return
+        _check_extents(fds, more)
+        with self._kept() as mapped:
+            if mapped:
+                before, self.backed_bytes = self.backed_bytes, start
+                try:
+                    self._map(fds, more, before)
+                    for registration in self._registrations:
+                        registration.extend(self.address + start)
+                except BaseException:
+                    self._cut(before)
+                    raise
+
+    def cut(self, size_bytes: int) -> None:
+        """Keep the first ``size_bytes``; the rest is unregistered and unmapped, and reads as zeros from now on."""
+        with self._kept() as mapped:
+            if mapped and size_bytes < self.backed_bytes:
+                self._cut(size_bytes)
+
+    def _cut(self, size_bytes: int) -> None:
+        for registration in self._registrations:
+            registration.cut(self.address + size_bytes)
+        self._empty(size_bytes, self.backed_bytes)
+        self.backed_bytes = size_bytes
+
+    @contextmanager
+    def _kept(self) -> Iterator[bool]:
+        """Keep the mapping from going meanwhile; tells whether it is there: else something else may lie there."""
+        owner = self._owner()
+        try:
+            yield owner is not None
+        finally:
+            del owner  # the frames of an error live as long as the error
+
+    def _map(self, fds: Sequence[int], extents: Sequence[Extent], at: int) -> None:
+        for arena, offset, length in extents:
+            flags = _MAP_SHARED | _MAP_FIXED
+            _mmap(self.address + at, length, _PROT_READ | _PROT_WRITE, flags, fds[arena], offset)
+            at += length
+
+    def _empty(self, start: int, end: int) -> None:
+        if start < end:
+            flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+            _mmap(self.address + start, end - start, _PROT_READ, flags, -1, 0)
 
     def release(self) -> bool:
         """Drop this object's own view; return whether the mapping is gone now."""

@@ -30,6 +30,7 @@ from sharedmirror.copies.pairs import Ids, PagePairs, check_pairs
 from sharedmirror.copies.sharing import Part, SharedStoreEngine, subset, take_samples
 from sharedmirror.errors import (
     CopyError,
+    MemoryFault,
     RankError,
     SharedMirrorError,
     StaleLease,
@@ -54,25 +55,26 @@ class SharedHostMirror:
 
     ``device_kv_pool`` is a duck-typed pool (``page_size``, ``k_buffer``, ``v_buffer``, optionally
     ``state_slabs`` and ``get_state_buffers``) or a ``DevicePool``. ``num_host_pages`` None takes an
-    existing pool's count, or lets the daemon choose. ``pages`` is "static" (the engine allocates host
-    pages itself; raw copies) or "leased" (the daemon does; copies under leases and hits). ``layout`` is
-    "slab" or "page". A host page has ``frames_per_page`` frames, each with room for one device page.
-    ``shard`` (i, n) says that this rank's planes are shard i of n, equal on all ranks that say so: MLA
-    latents are ``(0, 1)``. By default every rank is its own shard. ``rank`` and ``world_size`` default to
-    torch.distributed's, else 0 of 1.
+    existing pool's count, or lets the daemon choose; ``(least, most)``, for leased pages in layout "page",
+    makes a pool that grows as it needs to and gives back when others need it. ``pages`` is "static" (the
+    engine allocates host pages itself; raw copies) or "leased" (the daemon does; copies under leases and
+    hits). ``layout`` is "slab" or "page". A host page has ``frames_per_page`` frames, each with room for one
+    device page. ``shard`` (i, n) says that this rank's planes are shard i of n, equal on all ranks that say
+    so: MLA latents are ``(0, 1)``. By default every rank is its own shard. ``rank`` and ``world_size``
+    default to torch.distributed's, else 0 of 1.
 
     Raises LayoutError for a pool that cannot be mirrored, RankError, PoolMismatch with both values,
-    DaemonUnavailable, RanksMissing, EngineBusy, RankAttached, ArenaFull or MemoryFault. A failed
+    DaemonUnavailable, RanksMissing, EngineBusy, RankAttached, ArenaFull, ArenaBusy or MemoryFault. A failed
     construction leaves nothing behind.
 
-    ``page_size`` (token rows), ``num_host_pages``, ``row_spans`` (rows per page of each plane) and
+    ``page_size`` (token rows), ``num_host_pages`` (the most), ``row_spans`` (rows per page of each plane) and
     ``num_k_tensors`` are plain attributes.
     """
 
     def __init__(
         self,
         device_kv_pool: Any,
-        num_host_pages: int | None = None,
+        num_host_pages: int | tuple[int, int] | None = None,
         *,
         socket: str | None = None,
         name: str = "default",
@@ -95,7 +97,10 @@ class SharedHostMirror:
             self._kind, self._layout = PoolKind(pages), Layout(layout)
         except ValueError as error:
             raise UsageError(f"{error}; pages is 'static' or 'leased', layout is 'slab' or 'page'") from None
-        for what, value in (("num_host_pages", num_host_pages), ("frames_per_page", frames_per_page)):
+        if isinstance(num_host_pages, tuple):
+            _check_bounds(num_host_pages, self._kind, self._layout)
+        counts = [] if isinstance(num_host_pages, tuple) else [("num_host_pages", num_host_pages)]
+        for what, value in [*counts, ("frames_per_page", frames_per_page)]:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{what} is {value!r}; it must be a whole number of at least 1")
         check_text("name", name)
@@ -253,11 +258,26 @@ class SharedHostMirror:
     def _raw(self, pairs: PagePairs, kind: Any) -> tuple[Ids, Ids]:
         return self._checked(pairs, kind, null_frames=self.frames_per_page)
 
-    def _checked(self, pairs: PagePairs, kind: Any, null_frames: int = 0) -> tuple[Ids, Ids]:
-        """Return device pages and host frames, valid and with their memory registered."""
+    def _checked(
+        self, pairs: PagePairs, kind: Any, null_frames: int = 0, may: Callable[[set[int]], None] | None = None
+    ) -> tuple[Ids, Ids]:
+        """Return device pages and host frames, valid and with their memory mapped and registered.
+
+        ``may`` raises for pages that are not to be copied; it is asked before memory is asked for.
+        """
         device, frames = check_pairs(pairs, self._pool.num_device_pages, self._frames, kind, null_frames=null_frames)
         if len(frames):
-            self._attachment.require(int(frames.max()), self._slice_bytes)
+            last = int(frames.max())
+            if last // self.frames_per_page >= self._attachment.backed:
+                if may is not None:
+                    may(self._pages_of(frames))
+                self._attachment.back(last // self.frames_per_page + 1)
+            try:
+                self._attachment.require(last, self._slice_bytes)
+            except MemoryFault:
+                if may is not None:
+                    may(self._pages_of(frames))  # given back, because the lease or hit is over
+                raise
         return device, frames
 
     # -- copies under leases and hits: leased pools ----------------------------------------------
@@ -266,13 +286,14 @@ class SharedHostMirror:
         """Copy (device page, host frame) pairs into pages of ``lease``, as if enqueued on ``stream``.
 
         Raises PageError for a page outside the lease or one that this rank has committed, StaleLease
-        when lease or page are over, WrongPoolKind in a static pool, CopyError.
+        when lease or page are over, WrongPoolKind in a static pool, CopyError. Where the pool has grown since,
+        the daemon is asked for the new memory: DaemonUnavailable (retryable) while it is away, MemoryFault.
         """
         with self._gate:
             ledger = self._ledger_of("store")
             if not isinstance(lease, Lease):
                 raise UsageError(f"store copies under a Lease, not {type(lease).__name__}")
-            device, frames = self._checked(pairs, "store")
+            device, frames = self._checked(pairs, "store", may=lambda pages: ledger.check_store(lease, pages))
             transfer = ledger.begin_store(lease, self._pages_of(frames))
             with self._attachment.copying():
                 if self._parts:
@@ -291,7 +312,7 @@ class SharedHostMirror:
             ledger = self._ledger_of("load")
             if not (hasattr(hit, "id") and hasattr(hit, "pages")) or isinstance(hit, Lease):
                 raise UsageError(f"load copies under a Hit, not {type(hit).__name__}")
-            device, frames = self._checked(pairs, "load")
+            device, frames = self._checked(pairs, "load", may=lambda pages: ledger.check_load(hit, pages))
             transfer = ledger.begin_load(hit, self._pages_of(frames))
             with self._attachment.copying():
                 return _submit(transfer, self._engine.load, device, frames, stream)
@@ -343,7 +364,9 @@ class SharedHostMirror:
                 return
         if self._kind is PoolKind.STATIC and body["push"] in ("revoked", "revoked_pages"):
             self._static_over = True
-        if self._ledger is not None:
+        if body["push"] == "shrink":
+            self._attachment.on_shrink(body)
+        elif self._ledger is not None:
             self._ledger.on_push(body)
 
     def _answer(self) -> float | None:
@@ -359,7 +382,14 @@ class SharedHostMirror:
         if answer:
             self._attachment.channel.call("drained", **answer.to_wire())
             ledger.answered(answer)
-        return _ANSWER_AGAIN_S if answer.waiting else None
+        busy = False
+        for number, pages in self._attachment.owed:
+            # The daemon has seen every lease and hit there end. A copy that is under way all the same comes first.
+            if ledger.copies_from(pages):
+                busy = True
+            else:
+                self._attachment.unmap(number)
+        return _ANSWER_AGAIN_S if answer.waiting or busy else None
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -379,6 +409,11 @@ class SharedHostMirror:
         self._commits.send_ready()
         self._pairs = ()
         self._attachment.leave()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._gate.closed else f"rank={self._rank}"
+        kind, layout = self._kind.value, self._layout.value
+        return f"<SharedHostMirror pages={kind!r} layout={layout!r} num_host_pages={self.num_host_pages} {state}>"
 
     def __enter__(self) -> SharedHostMirror:
         self._gate.check()
@@ -422,6 +457,18 @@ def _make_engine(geometry: Geometry, staging_bytes: int | None = None) -> CopyEn
 
         return CudaEngine(geometry)
     return StagedEngine(geometry, slot_bytes=staging_bytes or SLOT_BYTES)
+
+
+def _check_bounds(count: tuple[Any, ...], kind: PoolKind, layout: Layout) -> None:
+    if len(count) != 2 or any(isinstance(each, bool) or not isinstance(each, int) for each in count):
+        raise UsageError(f"num_host_pages is {count!r}; two whole numbers are meant, the least and the most")
+    if not 2 <= count[0] <= count[1]:
+        raise UsageError(f"num_host_pages is {count!r}; the least is 2 or more, and the most not less than it")
+    if kind is not PoolKind.LEASED or layout is not Layout.PAGE:
+        raise UsageError(
+            f"num_host_pages is {count!r}, and only a pool with pages='leased' and layout='page' can grow and shrink; "
+            f"this one has pages={kind.value!r} and layout={layout.value!r}. Ask for one number of pages"
+        )
 
 
 def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:

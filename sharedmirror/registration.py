@@ -8,6 +8,7 @@ What it keeps:
 - the next chunk is prefaulted, in threads, while the driver registers this one: the driver would fault
   its pages one after the other, which takes longer;
 - chunks are short, because the driver holds locks that other processes on the device need;
+- where a region may grow and shrink, chunks end where it may end, so that none has to be taken apart;
 - each return code is checked; memory is never unmapped while it is registered.
 
 Driver calls go through the driver API: a failed runtime call leaves an error pending that surfaces in a
@@ -23,7 +24,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -62,8 +63,10 @@ class HostRegistration:
         device: torch.device,
         *,
         chunk_bytes: int | None = None,
+        edges: Sequence[int] | None = None,
         driver: Any = None,
     ) -> None:
+        """Register the first chunk. ``edges`` are addresses where chunks end; by default every ``chunk_bytes``."""
         self._driver = _load_driver() if driver is None else driver
         chunk_bytes = chunk_bytes or CHUNK_BYTES
         self._end = address + size_bytes
@@ -77,9 +80,8 @@ class HostRegistration:
         self._pid = os.getpid()
         self._device = self._call("cuDeviceGet", device.index or 0)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
-        self.edges = tuple(range(address + chunk_bytes, self._end, chunk_bytes))
-        starts = (address, *self.edges)
-        first, *self._rest = [(start, min(chunk_bytes, self._end - start)) for start in starts]
+        self.edges = tuple(range(address + chunk_bytes, self._end, chunk_bytes) if edges is None else edges)
+        first, *self._rest = self._chunks(address, self._end)
         try:
             self._run([first])
             if self._fault is not None:
@@ -87,6 +89,47 @@ class HostRegistration:
         except BaseException:
             self.close()
             raise
+
+    def _chunks(self, start: int, end: int) -> list[tuple[int, int]]:
+        bounds = [start, *(edge for edge in self.edges if start < edge < end), end]
+        return [(low, high - low) for low, high in zip(bounds, bounds[1:], strict=False)]
+
+    def extend(self, end: int) -> None:
+        """Register what was mapped behind, up to address ``end``; raises MemoryFault when that is refused."""
+        if self._context is None or end <= self._end:
+            return
+        self._settle()
+        if self._fault is not None:
+            raise self._fault
+        start, self._end = self._end, end
+        self._run(self._chunks(start, end))
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            self.cut(start)
+            raise fault
+        self.require(end)
+
+    def cut(self, end: int) -> None:
+        """Unregister the chunks from address ``end`` on; the caller knows that no copy is under way there.
+
+        Raises MemoryFault when the driver refuses; all that is still registered stays so.
+        """
+        if self._context is None or end >= self._end:
+            return
+        self._settle()
+        with self._current():
+            while self._registered and self._registered[-1] >= end:
+                self._call("cuMemHostUnregister", self._registered[-1])
+                self._registered.pop()
+        with self._changed:
+            self._ready, self._end = min(self._ready, end), end
+            self._changed.notify_all()
+
+    def _settle(self) -> None:
+        """Let what is registered in the background come to its end."""
+        self.begin()
+        if self._thread is not None:
+            self._thread.join()
 
     def begin(self) -> None:
         """Go on in the background; not before other work that needs the driver and must not wait is done."""
@@ -136,9 +179,11 @@ class HostRegistration:
         if self._ready >= end:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._ready >= end or self._fault is not None or self._stop)
+            self._changed.wait_for(
+                lambda: self._ready >= end or self._fault is not None or self._stop or self._end < end
+            )
         if self._ready < end:
-            raise self._fault or MemoryFault("the region was given back while it was being registered")
+            raise self._fault or MemoryFault("the memory was given back while it was being registered")
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -90,12 +90,25 @@ def _pools(pools: list[Map]) -> RenderableType | None:
             _of(pool, "tag"),
             _of(pool, "kind"),
             _of(pool, "layout"),
-            _count(pool.get("num_host_pages")),
+            _backed(pool),
             f"{size(pool.get('bytes_per_host_page'))}\n{rows}",
             _state(pool.get("state")),
             "\n".join(ranks) or MISSING,
         )
     return table if pools else None
+
+
+def _backed(pool: Map) -> str:
+    """Return how many pages a pool has, and between which bounds where it grows and shrinks."""
+    least, most, backed = (pool.get(name) for name in ("min_host_pages", "num_host_pages", "backed_pages"))
+    if least is None or least == most:
+        return _count(most)
+    text = f"{_count(backed)}\n{_count(least)} to\n{_count(most)}"
+    if pool.get("giving_back_pages"):
+        text += f"\n-{_count(pool['giving_back_pages'])}"
+    if pool.get("giving_back_awaits"):
+        text += f"\nawaits {_numbers(pool['giving_back_awaits'])}"
+    return text
 
 
 def _pages(pools: list[Map]) -> RenderableType | None:

@@ -221,17 +221,26 @@ class Ledger:
         """Enter a store into ``pages``; raises StaleLease or PageError, and enters nothing then."""
         wanted = frozenset(pages)
         with self._lock:
-            record = self._lease(lease)
-            self._refuse_dead(lease.id, record, wanted)
-            for page in sorted(wanted & (record.frozen | record.committed)):
-                raise PageError(
-                    f"host page {page} of lease {lease.id} was committed by this rank; it takes no more stores",
-                    page=page, lease=lease.id,
-                )  # fmt: skip
+            record = self._may_store(lease, wanted)
             transfer = Transfer(wanted)
             record.in_flight().append(transfer)
             record.stored |= wanted
             return transfer
+
+    def check_store(self, lease: Lease, pages: Iterable[int]) -> None:
+        """Raise what ``begin_store`` would raise."""
+        with self._lock:
+            self._may_store(lease, frozenset(pages))
+
+    def _may_store(self, lease: Lease, wanted: frozenset[int]) -> _OpenLease:
+        record = self._lease(lease)
+        self._refuse_dead(lease.id, record, wanted)
+        for page in sorted(wanted & (record.frozen | record.committed)):
+            raise PageError(
+                f"host page {page} of lease {lease.id} was committed by this rank; it takes no more stores",
+                page=page, lease=lease.id,
+            )  # fmt: skip
+        return record
 
     def keep_samples(self, lease: Lease, samples: Mapping[int, list[SampleLike]]) -> None:
         """Keep a store's samples, by page, for the commit; those of an earlier store of a page go."""
@@ -244,18 +253,33 @@ class Ledger:
         """Enter a load from ``pages``; raises StaleLease or PageError, and enters nothing then."""
         wanted = frozenset(pages)
         with self._lock:
-            self._same_pool("hit", hit.id, hit.pool)
-            known_open = hit.id in self._hits or hit.id in self._hits_before
-            if hit.id in self._released or (hit.id < self._hit_floor and not known_open):
-                raise StaleLease(f"hit {hit.id} was released; look the keys up again", hit=hit.id)
-            record = self._hits.get(hit.id)
-            known = frozenset(page for page in hit.pages if page >= 0) if record is None else record.pages
-            for page in sorted(wanted - known):
-                raise PageError(f"host page {page} is not in hit {hit.id}", page=page, hit=hit.id)
+            known = self._may_load(hit, wanted)
             record = self._hits.setdefault(hit.id, _OpenHit(known))
             transfer = Transfer(wanted)
             record.in_flight().append(transfer)
             return transfer
+
+    def check_load(self, hit: HitLike, pages: Iterable[int]) -> None:
+        """Raise what ``begin_load`` would raise."""
+        with self._lock:
+            self._may_load(hit, frozenset(pages))
+
+    def _may_load(self, hit: HitLike, wanted: frozenset[int]) -> frozenset[int]:
+        self._same_pool("hit", hit.id, hit.pool)
+        known_open = hit.id in self._hits or hit.id in self._hits_before
+        if hit.id in self._released or (hit.id < self._hit_floor and not known_open):
+            raise StaleLease(f"hit {hit.id} was released; look the keys up again", hit=hit.id)
+        record = self._hits.get(hit.id)
+        known = frozenset(page for page in hit.pages if page >= 0) if record is None else record.pages
+        for page in sorted(wanted - known):
+            raise PageError(f"host page {page} is not in hit {hit.id}", page=page, hit=hit.id)
+        return known
+
+    def copies_from(self, page: int) -> bool:
+        """Whether a copy to or from ``page``, or a page above it, may be under way."""
+        with self._lock:
+            records: list[_Open] = [*self._leases.values(), *self._hits.values()]
+            return any(max(transfer.pages, default=-1) >= page for each in records for transfer in each.in_flight())
 
     def freeze(self, lease: Lease, pages: Iterable[int] | None) -> Commit:
         """Refuse further stores into ``pages`` (None: all that are left) and say what must complete first.

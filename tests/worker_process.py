@@ -45,6 +45,9 @@ class Process:
         """Answer what was pushed, as a worker without copies under way does."""
         while self.answers and self.pushes:
             push = self.pushes.pop(0)
+            if push["push"] == "shrink":
+                self.channel.call("shrunk", number=push["number"])
+                continue
             pages = [[push["lease"], push["pages"]]] if push["push"] == "revoked_pages" else []
             self.channel.call("drained", leases=push.get("leases", []), hits=push.get("hits", []), pages=pages)
 

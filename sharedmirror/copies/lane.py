@@ -80,10 +80,7 @@ class Lane:
         self.compute, self.copies = driver.create_stream(), driver.create_stream()
         self._driver = driver
         self._mark = driver.create_event()
-        self._outer = {
-            raw: torch.cuda.ExternalStream(raw, device=device)
-            for raw in (self.compute, self.copies)
-        }
+        self._outer = {raw: torch.cuda.ExternalStream(raw, device=device) for raw in (self.compute, self.copies)}
 
     def follow(self, stream: int, before: int) -> None:
         """Make later work on ``stream`` wait for all work that is on the stream ``before``."""

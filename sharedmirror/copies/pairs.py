@@ -88,7 +88,8 @@ def _from_sequence(pairs: Iterable[Any]) -> Ids:
     for kind in set(map(type, flat)):
         if issubclass(kind, (bool, np.bool_)) or not issubclass(kind, (int, np.integer)):
             at = next(i for i, value in enumerate(flat) if type(value) is kind) // 2
-            raise PageError(f"pair {at} is {listed[at]!r}; page ids are ints, not {kind.__name__}", pair=at)
+            remedy = "; pass tensor.tolist() or tensor.cpu().numpy()" if kind.__name__ == "Tensor" else ""
+            raise PageError(f"pair {at} is {listed[at]!r}; page ids are ints, not {kind.__name__}{remedy}", pair=at)
     try:
         return np.array(flat, dtype=np.int64).reshape(-1, 2)
     except OverflowError as error:

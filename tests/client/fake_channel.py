@@ -39,6 +39,7 @@ class FakeDaemon:
         self.channels: list[FakeChannel] = []
         self.reply: dict[str, Any] = {}
         self.damage: Callable[[dict[str, Any]], None] = lambda reply: None
+        self.answers: dict[str, dict[str, Any]] = {}
 
     def open(self, socket: str | None, on_push: Callable[[dict[str, Any]], None]) -> FakeChannel:
         channel = FakeChannel(self, on_push)
@@ -102,7 +103,7 @@ class FakeChannel:
             return self.daemon.attach(arguments)
         if op == "commit":
             return {"sealed": arguments["pages"] or [], "pending": [], "duplicates": []}
-        return {}
+        return self.daemon.answers.get(op, {})
 
     def check_usable(self) -> None:
         pass

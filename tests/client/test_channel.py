@@ -49,6 +49,12 @@ def test_a_socket_that_nobody_serves_is_no_daemon(tmp_path: Path, nothing_left: 
         Channel.open(path, role=Role.WORKER)
 
 
+def test_a_file_that_is_no_socket_is_named_as_such(tmp_path: Path, nothing_left: None) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DaemonUnavailable, match="the file is no socket"):
+        Channel.open(str(tmp_path / "file"), role=Role.OBSERVER)
+
+
 def test_a_socket_path_over_107_bytes_is_refused_before_anything_is_opened(nothing_left: None) -> None:
     path = "/tmp/" + "x" * 103
     with pytest.raises(UsageError, match=f"108 bytes and the limit is 107.*{path}"):

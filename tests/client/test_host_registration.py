@@ -137,6 +137,23 @@ def test_closing_ends_the_wait_of_others() -> None:
     assert (driver.registered, driver.pushed, driver.retained) == ({}, 0, 0)
 
 
+def test_who_waits_for_what_is_given_back_is_told() -> None:
+    driver = FakeDriver()
+    registration = HostRegistration(1000, 300, GPU0, edges=[1100, 1200, 1300, 1400], driver=driver)
+    registration.begin()
+    registration.require(1300)
+    registration.cut(1200)
+    with pytest.raises(MemoryFault, match="given back"):
+        registration.require(1201)
+    registration.extend(1400)
+    registration.require(1400)
+    assert driver.registered == {1000: 100, 1100: 100, 1200: 100, 1300: 100}
+    registration.close()
+    registration.cut(1000)
+    registration.extend(1500)
+    assert (driver.registered, driver.pushed, driver.retained) == ({}, 0, 0)
+
+
 def test_without_cuda_bindings_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
         monkeypatch.setitem(sys.modules, name, None)

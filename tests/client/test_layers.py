@@ -89,7 +89,7 @@ def test_neither_torch_nor_numpy_is_loaded(module: str) -> None:
 
 
 def test_connect_is_had_without_torch() -> None:
-    found = loaded("import sharedmirror; sharedmirror.connect")
+    found = loaded("import sharedmirror; sharedmirror.connect; sharedmirror.watch")
     assert found & {"torch", "numpy", "sharedmirrord"} == set()
 
 

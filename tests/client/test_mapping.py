@@ -68,6 +68,89 @@ def test_views_keep_the_mapping_alive(arena: int, dtype: torch.dtype) -> None:
     assert region.release()
 
 
+def test_a_region_grows_and_shrinks_in_place(arena: int) -> None:
+    gone: list[int] = []
+    region = RegionMapping([arena], [(0, 3 * MIB2, MIB2)], lambda: gone.append(1), size_bytes=3 * MIB2)
+    address, view = region.address, region.bytes
+    assert (region.backed_bytes, view.numel()) == (MIB2, 3 * MIB2)
+    view[0] = 1
+    assert not view[MIB2:].any(), "where there is no memory there are zeros"
+    # The first part as two, and the rest in the midst of one: only what is new is mapped.
+    region.extend([arena], [(0, 3 * MIB2, MIB2), (0, 0, 2 * MIB2)])
+    view[MIB2], view[-1] = 2, 3
+    assert (os.pread(arena, 1, 0), os.pread(arena, 1, 2 * MIB2 - 1)) == (b"\x02", b"\x03")
+    region.cut(2 * MIB2)
+    assert [int(view[at]) for at in (0, MIB2, -1)] == [1, 2, 0]
+    region.cut(MIB2)
+    region.cut(2 * MIB2)
+    assert region.backed_bytes == MIB2 and len(mapped_ranges()) == 1
+    region.extend([arena], [(0, 3 * MIB2, MIB2), (0, 2 * MIB2, MIB2)])
+    view[MIB2] = 4
+    assert os.pread(arena, 1, 2 * MIB2) == b"\x04"
+    assert (region.address, region.bytes.data_ptr()) == (address, address)
+    del view
+    assert region.release() and gone == [1] and mapped_ranges() == set()
+
+
+def test_the_end_of_a_region_that_nobody_maps_any_more_is_let_alone(arena: int) -> None:
+    region = RegionMapping([arena], [(0, 0, 2 * MIB2)], size_bytes=3 * MIB2)
+    assert region.release()
+    # Something else may lie there by now.
+    region.cut(MIB2)
+    region.extend([arena], [(0, 0, 3 * MIB2)])
+    assert mapped_ranges() == set()
+
+
+def test_a_view_keeps_a_region_that_was_released_and_its_end_still_goes(arena: int) -> None:
+    region = RegionMapping([arena], [(0, 0, 2 * MIB2)], size_bytes=2 * MIB2)
+    view = region.bytes[MIB2 - 1 : MIB2 + 1]
+    view[:] = 5
+    assert not region.release()
+    region.cut(MIB2)
+    assert view.tolist() == [5, 0]
+    del view
+    assert mapped_ranges() == set()
+
+
+def test_more_than_there_are_addresses_for_is_refused(arena: int) -> None:
+    region = RegionMapping([arena], [(0, 0, MIB2)], size_bytes=2 * MIB2)
+    with pytest.raises(MemoryFault, match=f"extents of {3 * MIB2} bytes and addresses for {2 * MIB2}"):
+        region.extend([arena], [(0, 0, 3 * MIB2)])
+    with pytest.raises(MemoryFault, match="arena 1; there are 1"):
+        region.extend([arena], [(0, 0, MIB2), (1, 0, MIB2)])
+    assert region.backed_bytes == MIB2
+    region.release()
+
+
+def test_what_grows_is_registered_and_what_goes_is_unregistered_first(
+    arena: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(registration_module, "_load_driver", lambda: driver)
+    region = RegionMapping([arena], [(0, 0, MIB2)], size_bytes=4 * MIB2)
+    registration = region.register(GPU0, [MIB2, 2 * MIB2, 4 * MIB2])
+    at = region.address
+    assert registration.edges == (at + MIB2, at + 2 * MIB2)
+    region.extend([arena], [(0, 0, 4 * MIB2)])
+    assert driver.registered == {at: MIB2, at + MIB2: MIB2, at + 2 * MIB2: 2 * MIB2}
+    region.cut(2 * MIB2)
+    assert driver.registered == {at: MIB2, at + MIB2: MIB2}
+    driver.fail_at["cuMemHostUnregister"] = 2
+    with pytest.raises(MemoryFault, match="cuMemHostUnregister"):
+        region.cut(MIB2)
+    assert region.backed_bytes == 2 * MIB2 and mapped_ranges() == {(at, at + 2 * MIB2)}
+    region.cut(MIB2)
+    driver.fail_at["cuMemHostRegister"] = 5
+    with pytest.raises(MemoryFault, match="cuMemHostRegister"):
+        region.extend([arena], [(0, 0, 4 * MIB2)])
+    assert region.backed_bytes == MIB2 and driver.registered == {at: MIB2}
+    region.extend([arena], [(0, 0, 4 * MIB2)])
+    assert registration.complete and len(driver.registered) == 3
+    registration.close()
+    assert driver.registered == {}
+    region.release()
+
+
 @pytest.mark.parametrize(
     ("extents", "named"),
     [

@@ -107,9 +107,7 @@ def ids(*values: int) -> Any:
     return np.array(values, np.int64)
 
 
-@settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_byte_is_as_the_reference_leaves_it(data: st.DataObject, route: str) -> None:
     sizes = data.draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=6))

@@ -198,3 +198,13 @@ def test_sizes(size_bytes: int | None, text: str) -> None:
 )
 def test_durations(seconds: float | None, text: str) -> None:
     assert status_view.duration(seconds) == text
+
+
+def test_a_pool_that_grows_and_shrinks_shows_how_far_it_is() -> None:
+    changes = {"min_host_pages": 64, "backed_pages": 512, "giving_back_pages": 32, "giving_back_awaits": [4711]}
+    text = shown({**SAMPLE, "pools": [SAMPLE["pools"][0] | changes]}, width=160)
+    for word in ("512", "64 to", "1,120", "-32", "awaits 4711"):
+        assert word in text
+    fixed = {"min_host_pages": 1_120, "backed_pages": 1_120, "giving_back_pages": 0, "giving_back_awaits": []}
+    text = shown({**SAMPLE, "pools": [SAMPLE["pools"][0] | fixed]}, width=160)
+    assert "1,120" in text and "1,120 to" not in text

@@ -22,6 +22,7 @@ from sharedmirrord.core.model import Effects, OpenLease, Peer, Pool, State, each
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.regions import ArenaSpace
 from sharedmirrord.core.transitions import PageState
+from tests.daemon.followers import Followers
 
 MIB = 1 << 20
 
@@ -175,6 +176,7 @@ class Driver:
         self.pushes: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.forgotten: list[int] = []
         self.requests: dict[int, int] = defaultdict(int)
+        self.followers = Followers()
         if ready:
             self.apply(machine.Ready())
 
@@ -193,6 +195,7 @@ class Driver:
 
     def check(self) -> None:
         problems = [p for pool in self.state.pools.values() if pool.table for p in pool.table.problems()]
+        problems += self.followers.problems(self.state)
         assert problems == [], problems
         differences = self.records.differences(self.state)
         assert differences == [], f"records: {differences}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from sharedmirrord.core import machine
 from sharedmirrord.core.model import Effects, State
@@ -13,14 +13,17 @@ from tests.daemon.durable_view import state_problems
 from tests.daemon.store_memory import ARENA_BYTES, ByteStorage, new_store
 
 
-def recovered(store: RecordStore, now: float = 5.0) -> State:
-    return recover(store.records(), store.slots, ARENA_BYTES, now)
+def recovered(store: RecordStore, now: float = 5.0, memory_bytes: int = ARENA_BYTES) -> State:
+    return recover(store.records(), store.slots, memory_bytes, now)
 
 
 def recovered_from(image: bytes) -> State:
     """Return the state that a daemon finds which starts over this memory."""
     with RecordStore.open(ByteStorage(image, len(image))) as store:
         return recovered(store)
+
+
+D = TypeVar("D", bound="DurableDriver")
 
 
 class DurableDriver(Driver):
@@ -43,13 +46,13 @@ class DurableDriver(Driver):
     def recovered(self) -> State:
         return recovered_from(self.storage.image())
 
-    def restarted(self, state: State | None = None) -> DurableDriver:
+    def restarted(self: D, state: State | None = None) -> D:
         """Kill this daemon and start the next; request ids and what was sent go on."""
-        after = DurableDriver.__new__(DurableDriver)
+        after = type(self).__new__(type(self))
         after.__dict__.update(self.__dict__)
         after.storage = ByteStorage(self.storage.image())
         after.store = RecordStore.open(after.storage)
-        after.state = recovered(after.store, self.now) if state is None else state
+        after.state = recovered(after.store, self.now, self.state.space.size_bytes) if state is None else state
         after.records = stored_records(after.store)
         after.apply(machine.Ready())
         return after

@@ -79,6 +79,7 @@ def state_problems(state: State) -> list[str]:
     for pool in state.pools.values():
         if pool.table is not None:
             found += _table_problems(state, pool, pool.table)
+        found += _elastic_problems(state, pool)
     found += _region_problems(state)
     for lease in state.leases.values():
         found += _lease_problems(state, lease)
@@ -98,8 +99,12 @@ def _table_problems(state: State, pool: Pool, table: PageTable) -> list[str]:
     )
     for page in range(table.pages):
         now, generation = PageState(table.states[page]), table.generations[page]
-        if (now is PageState.RESERVED) != (page == 0):
+        if page == 0 and now is not PageState.RESERVED:
             found.append(f"1: page {page} is {now.name}")
+        if page and now is PageState.RESERVED and page < min(pool.visible_pages, table.limit):
+            found.append(f"1: page {page} has memory and is {now.name}")
+        if page >= pool.visible_pages and now not in (PageState.RESERVED, PageState.QUARANTINED):
+            found.append(f"2: page {page} has no memory, or is about to lose it, and is {now.name}")
         if claims[page] > 1:
             found.append(f"2: page {page} is in {claims[page]} leases")
         if claims[page] and now not in HELD:
@@ -119,6 +124,24 @@ def _table_problems(state: State, pool: Pool, table: PageTable) -> list[str]:
     )
     if dict(waiting) != pool.pending:
         found.append(f"5: keys {dict(waiting)} are being written, pending are {pool.pending}")
+    return found
+
+
+def _elastic_problems(state: State, pool: Pool) -> list[str]:
+    elastic, name = pool.elastic, f"pool {pool.id}"
+    if elastic is None:
+        return []
+    found = []
+    sizes = [elastic.region_bytes(at, elastic.backed) for at in range(len(pool.regions))]
+    if sizes != [sum(length for _, _, length in region.extents) for region in pool.regions]:
+        found.append(f"2: {name} has memory for {elastic.backed} pages and other regions")
+    if not elastic.level(elastic.least) <= elastic.target <= elastic.backed <= elastic.most:
+        found.append(f"{name} has {elastic.backed} of {elastic.least} to {elastic.most}, going to {elastic.target}")
+    workers = {s.id for s in state.sessions.values() if s.pool == pool.id and s.rank is not None}
+    if elastic.awaited - workers or (elastic.awaited and elastic.told is None):
+        found.append(f"2: {name} awaits {elastic.awaited}; its workers are {workers}, they were told {elastic.told}")
+    if elastic.told is not None and not elastic.awaited and state.ready:
+        found.append(f"2: {name} awaits nobody and keeps what it was to give back")
     return found
 
 
@@ -193,7 +216,7 @@ def _share_problems(state: State) -> list[str]:
         names = shares.attached(state, pool)
         if {pool.owners.get(name) for name in names} != set(pool.attached):
             found.append(f"pool {pool.id} counts {pool.attached} of {pool.owners} as attached, there are {names}")
-        if pool.share != max(1, (pool.table.pages - 1) // max(1, len(names))):
+        if pool.share != max(1, (pool.visible_pages - 1) // max(1, len(names))):
             found.append(f"pool {pool.id} has a fair share of {pool.share} for {len(names)} engines")
         if len(set(pool.owners.values())) != len(pool.owners) or pool.table.owned.keys() - {0, *pool.owners.values()}:
             found.append(f"pool {pool.id} has owners {pool.owners} and pages of {pool.table.owned}")

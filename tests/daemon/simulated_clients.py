@@ -14,12 +14,15 @@ from typing import Any
 
 from sharedmirror.errors import CopyError, PageError, StaleLease
 from sharedmirror.transfers import Commit, Ledger, Transfer
-from sharedmirror.types import Lease, Role
+from sharedmirror.types import Lease, Plane, Role
 from tests.daemon.core_driver import attach_arguments
 from tests.daemon.simulated_processes import Body, Connection
 from tests.daemon.simulated_world import World
 
-PAGES = 8
+RANKS = 2
+LEAST, PAGES = 3, 8
+"""Of 1 MiB for each rank, so that two of them make a level."""
+MIB = 1 << 20
 Then = Callable[[Body], None]
 
 
@@ -49,6 +52,8 @@ class Client:
     """One process with one session. ``ask`` queues a request and gives its answer to ``then``."""
 
     role = Role.SCHEDULER
+    refusals: tuple[str, ...] = ("engine_busy", "ranks_missing", "rank_attached", "pool_not_found", "arena_busy")
+    """What an attach may be told, to try again."""
 
     def __init__(self, world: World, engine: str, name: str) -> None:
         self.world = world
@@ -169,7 +174,7 @@ class Client:
     def _joined(self, body: Body) -> None:
         if "error" in body:
             self.world.must(
-                body["error"]["code"] in ("engine_busy", "ranks_missing", "rank_attached", "pool_not_found"),
+                body["error"]["code"] in self.refusals,
                 f"{self.process.name} was refused: {body['error']}",
             )
             self.later(self.world.rng.uniform(0.05, 0.3), self.attach)
@@ -196,20 +201,71 @@ class Worker(Client):
         self._answering = False
         self.flying = 0
         """Transfers that are not complete."""
+        self.backed = 0
+        """Pages that are mapped."""
+        self._owed: dict[int, Body] = {}
+        self._unmapped_for = 0
         super().__init__(world, engine, f"rank{rank}")
 
     def attach_arguments(self) -> Body:
-        return attach_arguments(engine=self.engine, rank=self.rank, num_host_pages=PAGES, wait_s=3.0)
+        planes = [Plane("k", self.rank, RANKS, MIB, 4).to_wire()]
+        count = [LEAST, PAGES]
+        return attach_arguments(engine=self.engine, rank=self.rank, num_host_pages=count, planes=planes, wait_s=3.0)
 
     def joined(self, body: Body) -> None:
+        self._mapped(body)
         self.ledger = Ledger(body["pool"], PAGES)
         self.ledger.forestall(body)
         early, self._early = self._early, []
         for push in early:
             self.pushed(push)
 
-    def pushed(self, body: Body) -> None:
+    # -- memory that comes and goes --------------------------------------------------------------
+
+    def _mapped(self, body: Body) -> None:
+        if "error" not in body and not self.leaving:
+            self.backed = max(self.backed, body["backed"])
+            for region in body["regions"]:
+                self.process.maps[region["id"]] = max(region["bytes"], self.process.maps.get(region["id"], 0))
+
+    def _back(self, pages: list[int], then: Callable[[], None]) -> None:
+        """Do something with pages, once there is memory under them; the daemon is asked once."""
         if self.ledger is None:
+            return
+        if max(pages) < self.backed:
+            then()
+            return
+
+        def told(body: Body) -> None:
+            self._mapped(body)
+            if max(pages) < self.backed:
+                self.world.count("extensions")
+                then()
+
+        self.ask("extents", told)
+
+    def _shrink(self, number: int) -> None:
+        """Unmap what is wanted back, once no copy is under way there; never twice for one word of the daemon."""
+        pages = self._owed[number]["pages"]
+        if self.ledger.copies_from(pages) if self.ledger is not None else self.flying:
+            self.later(0.02, self._shrink, number)
+            return
+        if number > self._unmapped_for:
+            self.world.count("shrinks")
+            self._unmapped_for = number
+            self.backed = min(self.backed, pages)
+            for region, size_bytes in self._owed[number]["regions"]:
+                if region in self.process.maps:
+                    self.process.maps[region] = min(self.process.maps[region], size_bytes)
+        self.later(self.world.rng.random() * 0.1, lambda: self.ask("shrunk", number=number))
+
+    # -- the daemon's word, and copies -----------------------------------------------------------
+
+    def pushed(self, body: Body) -> None:
+        if body["push"] == "shrink" and (self.ledger is not None or self.leaving):
+            self._owed[body["number"]] = body
+            self._shrink(body["number"])
+        elif self.ledger is None:
             self._early.append(body)
         elif self.ledger.on_push(body):
             self.answer()
@@ -232,6 +288,9 @@ class Worker(Client):
 
     def store(self, lease: Lease, keys: dict[int, bytes], pages: list[int]) -> None:
         """Copy into some pages of a lease, and commit them when all has arrived."""
+        self._back(pages, lambda: self._store(lease, keys, pages))
+
+    def _store(self, lease: Lease, keys: dict[int, bytes], pages: list[int]) -> None:
         if self.ledger is None:
             return
         world, rng = self.world, self.world.rng
@@ -269,6 +328,8 @@ class Worker(Client):
         self, transfer: Transfer, landing: Landing, page: int, generation: int, key: bytes, landed: Callable[[], None]
     ) -> None:
         landing.left -= 1
+        unmapped = self.process.mapped and page >= self.backed
+        self.world.must(not unmapped, f"2: {self.process.name} copies to page {page}, where it has no memory")
         self.world.land(self.process, self.rank, page, generation, key, landed)
 
     def commit(self, commit: Commit) -> None:
@@ -281,6 +342,9 @@ class Worker(Client):
 
     def load(self, hit: SeenHit, keys: dict[int, bytes], then: Callable[[], None]) -> None:
         """Copy from the pages of a hit; each must hold its key's bytes from the first byte to the last."""
+        self._back(list(keys), lambda: self._load(hit, keys, then))
+
+    def _load(self, hit: SeenHit, keys: dict[int, bytes], then: Callable[[], None]) -> None:
         if self.ledger is None:
             return
         try:
@@ -298,6 +362,7 @@ class Worker(Client):
 
     def _loaded(self, landing: Landing, page: int, key: bytes, then: Callable[[], None]) -> None:
         if self.process.mapped:
+            self.world.must(page < self.backed, f"2: {self.process.name} loads page {page}, where it has no memory")
             self.world.check_bytes(self.rank, page, key)
             landing.left -= 1
             if landing.done():
@@ -321,6 +386,8 @@ class Worker(Client):
             return
         self.world.count("detached")
         unmapped = self.world.rng.random() < 0.5
+        if unmapped:
+            self.process.maps.clear()
         self.ask("detach", lambda body: self._left(body, unmapped), unmapped=unmapped)
 
     def _left(self, body: Body, unmapped: bool) -> None:
@@ -328,4 +395,24 @@ class Worker(Client):
         if unmapped:
             self.world.kill(self.process)
         else:
-            self.later(0.3, self.ask, "unmapped", lambda body: self._left(body, True))
+            self.later(0.3, self._unmap)
+
+    def _unmap(self) -> None:
+        self.process.maps.clear()
+        self.ask("unmapped", lambda body: self._left(body, True))
+
+
+class Visitor(Worker):
+    """A pool that takes nearly all of the arena, so that others have to give back; it copies nothing."""
+
+    refusals = (*Worker.refusals, "arena_full")
+
+    def __init__(self, world: World, size_mib: int) -> None:
+        self.size_mib = size_mib
+        super().__init__(world, f"v{size_mib}", 0)
+
+    def attach_arguments(self) -> Body:
+        planes = [Plane("k", 0, 1, MIB, 4).to_wire()]
+        return attach_arguments(
+            pool=self.engine, engine=self.engine, world_size=1, num_host_pages=self.size_mib, planes=planes, wait_s=3.0
+        )

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from sharedmirror.errors import SharedMirrorError
 from sharedmirror.types import Role
 from sharedmirrord.core import machine, sessions
-from sharedmirrord.core.durable import Put
+from sharedmirrord.core.durable import Delete, Put
 from sharedmirrord.core.model import Effects, Peer, State
 from sharedmirrord.core.recover import recover
 from sharedmirrord.core.regions import ArenaSpace
 from sharedmirrord.journal import Window
 from sharedmirrord.records import RecordStore
 from tests.daemon.durable_view import durable_view, plain, state_problems
+from tests.daemon.followers import Followers
 from tests.daemon.simulated_processes import Body, Connection, Process
 from tests.daemon.store_memory import ARENA_BYTES, ByteStorage, every_store, new_store
 
@@ -56,6 +57,7 @@ class Daemon:
         self.answered: dict[int, int] = {}
         """The last mutating request of each session that was answered."""
         self.answers: dict[tuple[int, int], Body] = {}
+        self.followers = Followers()
         self._timer = 0
         self._steps = 0
 
@@ -146,6 +148,8 @@ class Daemon:
             for write in effects.writes:
                 if isinstance(write, Put) and write.kind == "lease":
                     self._granted(write.value)
+            if any(isinstance(write, (Put, Delete)) and write.kind == "pool" for write in effects.writes):
+                self._check_maps()
         if not self.replies_first:
             self._send(effects)
         for number in effects.forgotten:
@@ -186,8 +190,19 @@ class Daemon:
         self.answered[number] = request
 
     def _check(self) -> None:
-        problems = state_problems(self.state)
+        problems = state_problems(self.state) + self.followers.problems(self.state)
         self.world.must(not problems, f"{problems}")
+        self._check_maps()
+
+    def _check_maps(self) -> None:
+        """Invariant 2: nobody maps memory that is free, or another pool's."""
+        sizes = {region.id: region.size_bytes for pool in self.state.pools.values() for region in pool.regions}
+        for process in self.world.processes.values():
+            for region, size_bytes in process.maps.items() if process.mapped else ():
+                left = sizes.get(region, 0)
+                self.world.must(
+                    size_bytes <= left, f"2: {process.name} maps {size_bytes} of region {region}, which has {left}"
+                )
 
     def _set_timer(self) -> None:
         deadline = machine.next_deadline(self.state)

@@ -26,6 +26,8 @@ class Process:
     forks: set[int] = field(default_factory=set)
     socket_forks: set[int] = field(default_factory=set)
     """Forks that kept the socket."""
+    maps: dict[int, int] = field(default_factory=dict)
+    """How many bytes of each region are mapped, from its beginning."""
     connections: list[Connection] = field(default_factory=list)
     inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     """What happens to it while it is stopped."""

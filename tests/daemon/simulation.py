@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from sharedmirrord.core.transitions import PageState
 from tests.daemon.durable_view import durable_view
-from tests.daemon.simulated_clients import Client, Worker
+from tests.daemon.simulated_clients import RANKS, Client, Visitor, Worker
 from tests.daemon.simulated_daemon import CRASHES
 from tests.daemon.simulated_processes import Violation
 from tests.daemon.simulated_scheduler import Scheduler
 from tests.daemon.simulated_world import World
 
 ENGINES = ("e", "f")
-RANKS = 2
 STORM_S = 24.0
 CALM_S = 20.0
 
@@ -32,6 +31,21 @@ class Story:
         world.daemon.start()
         world.at(0.5, self._keep)
         world.at(1.0, self._fault)
+        self.visitor: Visitor | None = None
+        world.at(1.0, self._visit)
+
+    def _visit(self) -> None:
+        """Somebody comes who needs room, stays a while and goes."""
+        world, rng = self.world, self.world.rng
+        if world.calm:
+            return
+        if self.visitor is None or not self.visitor.process.alive:
+            self.visitor = Visitor(world, rng.randrange(48, 57, 2))
+        elif rng.random() < 0.5:
+            self.visitor.leave()
+        elif rng.random() < 0.5:
+            world.kill(self.visitor.process)
+        world.at(rng.uniform(0.3, 2.0), self._visit)
 
     def clients(self) -> list[Client]:
         return [*(worker for some in self.workers.values() for worker in some), *self.schedulers.values()]
@@ -85,6 +99,8 @@ class Story:
         world = self.world
         world.calm = True
         world.daemon.armed = None
+        if self.visitor is not None:
+            world.kill(self.visitor.process)
         for process in world.processes.values():
             world.wake(process)
         end = world.now + CALM_S
@@ -108,6 +124,7 @@ class Story:
         must(not state.hits, f"6: hits are left: {state.hits}")
         must(not state.survivors, f"survivors are left: {state.survivors}")
         for pool in state.pools.values():
+            must(pool.elastic is None or not pool.elastic.giving, f"2: {pool.name} never gives back: {pool.elastic}")
             if pool.table is not None:
                 counts = pool.table.counts
                 left = counts[PageState.LEASED] + counts[PageState.QUARANTINED] + len(pool.table.pins)

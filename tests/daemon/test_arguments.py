@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sharedmirror.errors import KeyInputError, ProtocolError
+from sharedmirror.errors import KeyInputError, ProtocolError, UsageError
 from sharedmirror.types import Plane
 from sharedmirrord.core import arguments as arg
 
@@ -34,6 +34,23 @@ def test_absent_values_have_defaults() -> None:
 def test_bad_integer(value: Any) -> None:
     with pytest.raises(ProtocolError, match="n must be an integer from 0"):
         arg.integer({"n": value}, "n")
+
+
+def test_page_counts() -> None:
+    given = [arg.page_count({"num_host_pages": value}, 99) for value in (None, 1, 99, [2, 2], (3, 99))]
+    assert given == [None, 1, 99, (2, 2), (3, 99)]
+
+
+@pytest.mark.parametrize("value", [0, 100, True, 2.0, "9", [2], [2, 3, 4], [2, 3.0], [True, 3], ["2", "3"], {}])
+def test_bad_page_counts(value: Any) -> None:
+    with pytest.raises(ProtocolError, match="num_host_pages must be"):
+        arg.page_count({"num_host_pages": value}, 99)
+
+
+@pytest.mark.parametrize("value", [[1, 9], [9, 8], [2, 100], [-1, 5]])
+def test_bad_bounds_of_page_counts(value: Any) -> None:
+    with pytest.raises(UsageError, match="the least is 2"):
+        arg.page_count({"num_host_pages": value}, 99)
 
 
 @pytest.mark.parametrize("value", [None, 3, b"x", "x" * 257, "ü" * 129, ["x"]])

@@ -86,6 +86,13 @@ def test_bad_usage_names_the_offender(start: Starter, arguments: tuple[str, ...]
     assert offender in result.stderr and "Traceback" not in result.stderr
 
 
+def test_mistyped_failpoints_are_bad_usage(start: Starter) -> None:
+    typed = {"SHAREDMIRROR_FAILPOINTS": "reply.before=explode"}
+    result = start.run("--memory", "8MiB", "--pin", "none", "--socket", start.path(), **typed)
+    assert result.returncode == 2
+    assert "explode" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_a_socket_path_over_107_bytes_is_bad_usage(start: Starter) -> None:
     path = start.path("x" * 120)
     result = start.run("--memory", "8MiB", "--pin", "none", "--socket", path)

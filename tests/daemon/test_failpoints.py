@@ -13,6 +13,7 @@ from sharedmirrord import failpoints
 
 SCRIPT = """
 from sharedmirrord import failpoints
+failpoints.arm()
 for number in range(5):
     print(number, flush=True)
     failpoints.reach("here")

@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sharedmirror import wire
-from sharedmirror.errors import ProtocolError
+from sharedmirror.errors import ProtocolError, SharedMirrorError
 from sharedmirror.types import Role
-from sharedmirrord.core import machine, report
+from sharedmirrord.core import machine, report, watching
 from sharedmirrord.core.durable import Slot
 from sharedmirrord.core.model import State
 from sharedmirrord.core.recover import DamagedRecords, recover
-from tests.daemon.core_driver import attach_arguments, packed, unpacked
+from tests.daemon.core_driver import attach_arguments, packed, snapshot, unpacked
 from tests.daemon.durable_driver import DurableDriver
 from tests.daemon.durable_view import durable_view, state_problems
 from tests.daemon.store_memory import ARENA_BYTES
@@ -193,6 +193,40 @@ def test_any_requests_get_answers_and_leave_the_state_well(asked: list[tuple[int
     assert driver.state.waiters == []
     packed(report.report(driver.state, driver.now))
     assert durable_view(driver.recovered()) == durable_view(driver.state)
+
+
+WATCH: list[dict[str, Any]] = [
+    {"pool": "p", "tag": None, "since": None, "cursor": None, "limit": None},
+    {"pool": "p", "tag": "", "since": ["ab", 1, 0, 1], "cursor": 0, "limit": 1},
+    {"pool": "s", "tag": None, "since": None, "cursor": 3, "limit": 8192},
+]
+
+
+@st.composite
+def watches(draw: st.DrawFn) -> dict[str, Any]:
+    arguments: dict[str, Any] = copy.deepcopy(draw(st.sampled_from(WATCH)))
+    for _ in range(draw(st.integers(0, 2))):
+        name = draw(st.sampled_from(sorted(arguments)))
+        arguments[name] = mutate(draw, arguments[name])
+    return arguments
+
+
+@settings(QUICK, max_examples=500)
+@given(st.lists(watches(), min_size=1, max_size=10))
+def test_any_watch_gets_an_answer_or_a_refusal_and_changes_nothing(asked: list[dict[str, Any]]) -> None:
+    driver = busy_driver()
+    before, pool = snapshot(driver.state), driver.pool().id
+    for arguments in asked:
+        body = unpacked(packed(arguments))
+        if isinstance(body.get("since"), list):
+            body["since"] = [pool if number == 0 else number for number in body["since"]]
+        try:
+            answer = watching.watch(driver.state, body, "ab", 1)
+        except SharedMirrorError:
+            continue
+        assert len(packed(answer)) < wire.MAX_FRAME_BYTES
+        assert answer["gap"] or len(answer.get("keys", ())) <= (body["limit"] or watching.LIMIT)
+    assert snapshot(driver.state) == before
 
 
 # -- records and page tables with valid checksums ------------------------------------------------

@@ -16,7 +16,7 @@ def sealed(table: PageTable, *keys: bytes, parent: bytes | None = None) -> list[
     granted = table.grant(len(keys))
     assert granted is not None
     for page, key in zip(granted[0], keys, strict=True):
-        table.seal(page, key, parent)
+        table.seal([(page, key, parent)])
         parent = key
     return granted[0]
 
@@ -128,7 +128,7 @@ def test_a_page_granted_again_is_no_parent_of_old_children() -> None:
     table.evict(parent)
     again = table.grant(1)
     assert again is not None and again[0] == [parent]
-    table.seal(parent, b"z", None)
+    table.seal([(parent, b"z", None)])
     table.use([child])
     assert evicts(table, 2) == [b"z"]
     assert table.problems() == []

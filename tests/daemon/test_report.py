@@ -40,6 +40,7 @@ def test_a_pool(driver: Driver, engine: Engine) -> None:
     assert pool == {
         "name": "p", "tag": "", "kind": "leased", "layout": "page", "page_size": 4, "frames_per_page": 1,
         "world_size": 2, "num_host_pages": 6, "bytes_per_host_page": 2048, "state": "ready",
+        "min_host_pages": 6, "backed_pages": 6, "giving_back_pages": 0, "giving_back_awaits": [],
         "bytes_saved_per_host_page": 0,
         "ranks_attached": {"e": [0, 1]}, "hits": 1, "misses": 1, "evictions": 0, "number": 1,
         "engines": {"e": {"owned": 3, "held": 2, "max_held": 5, "share": 5}},

@@ -11,7 +11,7 @@ import pytest
 
 from sharedmirror.channel import Channel
 from sharedmirror.control import Client, connect
-from sharedmirror.errors import DaemonUnavailable, SharedMirrorError
+from sharedmirror.errors import DaemonUnavailable, InstanceChanged, SharedMirrorError
 from sharedmirror.types import KeyState, Role
 from tests.conftest import until
 from tests.daemon.comeback import POOL, Comeback, engine, keys_of, publish
@@ -24,6 +24,8 @@ Until = Callable[..., Any]
 PLACES = ["records.commit", "records.appended", "records.committed", "reply.before", "reply.after"]
 TIMES = 6
 """How often a place is passed before the daemon dies there: each call of the story is hit in turn."""
+PAGE_BYTES = 1 << 16
+STEP = (2 << 20) // PAGE_BYTES
 RECOVERY = ["adopt.recovered", "adopt.arena", "adopt.epoch", "hello.before", "hello.after"]
 
 
@@ -100,6 +102,57 @@ def test_a_story_goes_on_through_a_death_at_every_step(start: Starter, processes
         tell_a_story(life, client, workers, stories)
         assert life.daemon.status()["daemon"]["epoch"] > len(failpoints)
     life.daemon.wait_pages(POOL, free=16, sealed=0)
+
+
+def come(life: Comeback, processes: Processes) -> Worker:
+    """Return a process that found a daemon to greet."""
+
+    def greeted() -> Worker | None:
+        worker = processes.worker(life.socket)
+        return worker if "session" in worker.hello else None
+
+    found: Worker = until(greeted)
+    return found
+
+
+def tell_of_room(life: Comeback, client: Client, workers: list[Worker], visitor: Worker, number: int) -> None:
+    """A pool grows to its most, and gives back for one that comes, stays a moment and goes."""
+    keys = keys_of(*range(1000 * number, 1000 * number + 5 * STEP - 1))
+    lease = client.reserve(keys, wait_s=20).lease
+    assert lease is not None
+    for worker in workers:
+        worker.commit(lease)
+    visitor.attach(pool="v", engine="v", num_host_pages=10 * STEP, planes=[["k", 0, 1, PAGE_BYTES, 16]])
+    taken = [extent for region in visitor.reply["regions"] for extent in region["extents"]]
+    for worker in workers:
+        taken += [extent for region in worker.call("extents")["regions"] for extent in region["extents"]]
+    taken.sort()
+    assert all(a + n <= b for (_, a, n), (_, b, _) in zip(taken, taken[1:], strict=False)), "invariant 2"
+    with client.lookup(keys, "each") as hit:
+        assert 0 < len(hit) <= 3 * STEP - 1 and max(hit.pages) < 3 * STEP
+    with contextlib.suppress(InstanceChanged):  # it was done, and the answer was lost
+        visitor.call("detach", unmapped=True)
+
+
+def test_room_goes_from_pool_to_pool_through_a_death_at_every_step(start: Starter, processes: Processes) -> None:
+    life = Comeback(start)
+    workers = [processes.worker(life.socket) for _ in range(2)]
+    for rank, worker in enumerate(workers):
+        planes = [["k", rank, 2, PAGE_BYTES, 16]]
+        worker.send_attach(rank=rank, world_size=2, num_host_pages=[2, 6 * STEP], planes=planes)
+    for worker in workers:
+        worker.result()
+        worker.ask("answer_pushes")
+    failpoints = [f"{place}=kill:{times}" for times in (2, 4, 6, 8, 10) for place in PLACES]
+    with connect(life.socket, timeout_s=20) as client, Keeper(life, failpoints) as keeper:
+        life.daemon.kill()
+        stories = 0
+        while keeper.left:
+            tell_of_room(life, client, workers, come(life, processes), stories)
+            stories += 1
+        tell_of_room(life, client, workers, come(life, processes), stories)
+        assert life.daemon.status()["daemon"]["epoch"] > len(failpoints)
+    assert life.daemon.pool(POOL)["backed_pages"] == 3 * STEP
 
 
 def knock(life: Comeback) -> None:

@@ -125,7 +125,7 @@ def test_each_wrong_argument_is_answered_and_changes_nothing(
 @pytest.mark.parametrize("op", [*WRONG, "status"], ids=lambda op: op[:12] or "empty")
 def test_who_has_not_attached_is_refused_everything_else(shared_daemon: Daemon, raw: Open, op: str) -> None:
     arguments = WRONG.get(op, ({}, {}))[0]
-    for role, word in (("observer", "may only ask for status"), ("worker", ""), ("scheduler", "")):
+    for role, word in (("observer", "may only ask for status, watch or drop"), ("worker", ""), ("scheduler", "")):
         if role != "observer" and op in ("attach", "drained", "release"):
             continue
         connection = raw(shared_daemon.socket)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from sharedmirror.errors import InstanceChanged
-from sharedmirrord.core import hits, leases, machine, sessions
+from sharedmirrord.core import changes, growth, hits, leases, machine, room, sessions
 from sharedmirrord.core.durable import Put
-from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Session, State, pack_bits
+from sharedmirrord.core.elastic import Elastic
+from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Pool, Session, State, pack_bits
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.transitions import TRANSITIONS, PageEvent, PageState
 from tests.daemon.simulated_daemon import Daemon
@@ -25,7 +26,10 @@ CHUNKS = 10
 SEEDS = range(*map(int, os.environ.get("SHAREDMIRROR_SEEDS", "0:1000").split(":")))
 FOUND_WITHIN = 60
 """Seeds in which a planted bug must show."""
-FAULTS = ("crashes", "kills", "stops", "drops", "reconnects", "duplicates", "impostors", "detached", "doubts", "loads")
+FAULTS = (
+    "crashes", "kills", "stops", "drops", "reconnects", "duplicates", "impostors", "detached", "doubts", "loads",
+    "shrinks", "extensions",
+)  # fmt: skip
 
 Ways = set[tuple[int, PageEvent]]
 
@@ -222,6 +226,69 @@ def a_wrong_token_is_accepted(patch: pytest.MonkeyPatch) -> None:
 def drained_is_not_asked_again_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(leases, "ask_again", lambda state, session, out: None)
     patch.setattr(hits, "ask_again", lambda state, session, out: None)
+
+
+@bug("watch: pool")
+def a_clear_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    _silence(patch, changes.CLEARED)
+
+
+@bug("watch: pool")
+def an_eviction_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    _silence(patch, changes.EVICTED)
+
+
+def _silence(patch: pytest.MonkeyPatch, silent: int) -> None:
+    add = changes.ChangeLog.add
+
+    def wrong(self: changes.ChangeLog, kind: int, key: bytes) -> None:
+        if kind != silent:
+            add(self, kind, key)
+
+    patch.setattr(changes.ChangeLog, "add", wrong)
+
+
+@bug("2: .* maps")
+def memory_is_free_before_every_worker_has_answered(patch: pytest.MonkeyPatch) -> None:
+    tell = growth._tell
+
+    def wrong(state: State, pool: Pool, elastic: Elastic, level: int, out: Effects) -> None:
+        tell(state, pool, elastic, level, out)
+        elastic.awaited = set(sorted(elastic.awaited)[1:])
+
+    patch.setattr(growth, "_tell", wrong)
+
+
+@bug("2: .* maps")
+def a_process_that_has_ended_counts_as_unmapped(patch: pytest.MonkeyPatch) -> None:
+    died = sessions.died
+
+    def wrong(state: State, session: Session, now: float, out: Effects) -> None:
+        died(state, session, now, out)
+        growth.worker_gone(state, session)
+
+    patch.setattr(sessions, "died", wrong)
+
+
+@bug("2: .* maps")
+def a_worker_that_left_counts_as_unmapped(patch: pytest.MonkeyPatch) -> None:
+    users = room.users
+
+    def wrong(state: State, pool: Pool) -> list[Session]:
+        return [session for session in users(state, pool) if session.state.value != "detached"]
+
+    patch.setattr(room, "users", wrong)
+
+
+@bug("2: .* never gives back")
+def who_comes_back_is_not_told_again_to_unmap(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(growth, "ask_again", lambda state, session, out: None)
+
+
+@bug("2: |10: |4: a copy")
+def pages_in_use_are_taken(patch: pytest.MonkeyPatch) -> None:
+    withdraw = growth._withdraw
+    patch.setattr(growth, "_withdraw", lambda *arguments: withdraw(*arguments) or True)
 
 
 @pytest.mark.parametrize("name", BUGS)

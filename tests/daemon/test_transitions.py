@@ -21,11 +21,43 @@ def test_the_ways_are_those_of_the_design() -> None:
         (LEASED, QUARANTINED),
         (QUARANTINED, FREE),
         (SEALED, FREE),
+        (RESERVED, FREE),
+        (FREE, RESERVED),
     }
 
 
-def test_the_null_page_has_no_way_in_or_out() -> None:
-    assert not any(RESERVED in (before, after) for (before, _), after in TRANSITIONS.items())
+def test_the_null_page_stays_reserved() -> None:
+    table = PageTable(6, 3)
+    table.provide(0, 6)
+    assert list(table.states) == [RESERVED, FREE, FREE, FREE, FREE, FREE]
+    table.set_limit(0)
+    table.withdraw()
+    assert list(table.states) == [RESERVED] * 6
+    assert table.problems() == []
+
+
+def test_pages_that_are_to_be_withdrawn_are_not_granted() -> None:
+    table = PageTable(6)
+    held, _, _ = table.grant(2) or ([], [], [])
+    assert held == [1, 2]
+    table.seal([(1, b"a", None)])
+    table.set_limit(1)
+    assert table.grant(1) is None
+    table.discard(2)
+    assert (table.evict(1), table.free) == (b"a", 0)
+    table.withdraw()
+    assert list(table.states) == [RESERVED] * 6
+    table.set_limit(6)
+    table.provide(1, 4)
+    assert list(table.states) == [RESERVED, FREE, FREE, FREE, RESERVED, RESERVED]
+    assert table.problems() == []
+    assert table.grant(3) == ([1, 2, 3], [2, 2, 1], [])
+
+
+def test_a_grant_takes_the_pages_that_came_last_last() -> None:
+    table = PageTable(6, 3)
+    table.provide(3, 6)
+    assert table.grant(5) == ([1, 2, 3, 4, 5], [1] * 5, [])
 
 
 def test_numbers_are_durable() -> None:
@@ -38,7 +70,7 @@ def in_state(state: PageState) -> PageTable:
     if state is not FREE:
         table.grant(1)
     if state is SEALED:
-        table.seal(1, b"k", None)
+        table.seal([(1, b"k", None)])
     if state is QUARANTINED:
         table.doubt(1)
     assert table.states[1] == state
@@ -46,7 +78,7 @@ def in_state(state: PageState) -> PageTable:
 
 
 ACTS: dict[str, tuple[Callable[[PageTable], object], dict[PageState, PageState]]] = {
-    "seal": (lambda table: table.seal(1, b"x", None), {LEASED: SEALED}),
+    "seal": (lambda table: table.seal([(1, b"x", None)]), {LEASED: SEALED}),
     "discard": (lambda table: table.discard(1), {LEASED: FREE, QUARANTINED: FREE}),
     "doubt": (lambda table: table.doubt(1), {LEASED: QUARANTINED, QUARANTINED: QUARANTINED}),
     "evict": (lambda table: table.evict(1), {SEALED: FREE}),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sharedmirror.types import Role
+from sharedmirror.types import Plane, Role
 from sharedmirrord.core import machine
 from sharedmirrord.core.model import Effects, Session, State
 from sharedmirrord.core.transitions import PageState
@@ -119,6 +119,50 @@ def tell(driver: LoggedDriver) -> None:
     assert any(driver.state.hits)
 
 
+def big(driver: LoggedDriver, name: str, count: int | tuple[int, int], **changes: Any) -> int:
+    """Begin to attach the one rank of an engine whose pages have 2 MiB; returns its session."""
+    planes = [Plane("k", 0, 1, 2 << 20, 4).to_wire()]
+    session = driver.hello()
+    changes = {"engine": name, "pool": name, "world_size": 1, "planes": planes, "num_host_pages": count} | changes
+    driver.attach(session, **changes)
+    return session
+
+
+def unmap(driver: LoggedDriver, *sessions: int) -> None:
+    """Answer as these sessions what their pool gives back."""
+    for session in sessions:
+        pool = driver.state.pools[driver.state.sessions[session].pool or 0]
+        while pool.elastic is not None and pool.elastic.told is not None and session in pool.elastic.awaited:
+            driver.ask(session, "shrunk", number=pool.elastic.told[0])
+
+
+def stretch(driver: LoggedDriver) -> None:
+    """A pool grows, gives back while it is in use, and grows again at the cost of an idle one."""
+    x, head = big(driver, "x", (2, 24)), driver.hello(Role.SCHEDULER)
+    driver.ask(head, "attach", pool="x", engine="x")
+    driver.ask(head, "lease", n=5)
+    lease = driver.ask(head, "reserve", keys=[b"x%d" % number for number in range(17)], parent=None)
+    driver.ask(x, "commit", lease=lease["lease"], pages=None)
+    z = big(driver, "x", (2, 24), engine="z")
+    hit = driver.ask(head, "lookup", keys=[b"x16"], mode="each")
+    y = big(driver, "y", 9, wait_s=5.0)
+    unmap(driver, x)
+    driver.ask(head, "release", hits=[hit["hit"]])
+    driver.ask(x, "drained", leases=[], hits=[hit["hit"]])
+    unmap(driver, x, z)
+    driver.disconnect(z)
+    driver.died(z)
+    unmap(driver, x)
+    driver.gone(z)
+    unmap(driver, x)
+    assert driver.state.sessions[y].pool is not None
+    driver.kill(y)
+    lease = driver.ask(head, "lease", n=18)
+    driver.ask(head, "abort", lease=lease["lease"], pages=None)
+    driver.ask(x, "drained", leases=[lease["lease"]], hits=[])
+    assert {pool.name for pool in driver.state.pools.values()} == {"p", "static", "x"}
+
+
 def wander(driver: LoggedDriver, rng: random.Random, steps: int) -> None:
     """Go on with whatever comes to mind; refusals are answers too."""
     keys = [b"a", b"b", b"x", b"new", b"w1", b"w2"]
@@ -137,8 +181,13 @@ def wander(driver: LoggedDriver, rng: random.Random, steps: int) -> None:
         hits = [number for number, hit in state.hits.items() if hit.incarnation == state.sessions[session].incarnation]
         some = [page for page in lease.pages if rng.random() < 0.5] if lease else []
         roll = rng.randrange(40)
+        shrinking = [pool.elastic.told for pool in state.pools.values() if pool.elastic and pool.elastic.told]
         if roll == 0:
             driver.kill(session)
+        elif roll == 4:
+            big(driver, "y", rng.randrange(5, 25), wait_s=5.0)
+        elif shrinking and roll < 14:
+            driver.send(session, "shrunk", number=shrinking[0][0])
         elif roll == 1:
             driver.disconnect(session)
             driver.died(session)
@@ -180,7 +229,8 @@ def run() -> Run:
     driver.note(None)
     with recording(driver.storage) as driver.run.log:
         tell(driver)
-        wander(driver, random.Random(4), 500)
+        stretch(driver)
+        wander(driver, random.Random(4), 800)
     return driver.run
 
 
@@ -214,6 +264,7 @@ def finish(driver: DurableDriver, held: dict[int, tuple[list[int], list[int]]], 
                 driver.ask(session.id, "abort", lease=number, pages=None)
     answer_pushes(driver)
     for pool in driver.state.pools.values():
+        assert pool.elastic is None or not pool.elastic.giving
         if pool.table is not None:
             counts = pool.table.counts
             assert counts[PageState.LEASED] == counts[PageState.QUARANTINED] == len(pool.table.pins) == 0
@@ -229,6 +280,9 @@ def answer_pushes(driver: DurableDriver) -> None:
                 hits = [one for body in bodies for one in body.get("hits", ())]
                 pages = [[body["lease"], body["pages"]] for body in bodies if body["push"] == "revoked_pages"]
                 driver.ask(number, "drained", leases=leases, hits=hits, pages=pages)
+                for body in bodies:
+                    if body["push"] == "shrink":
+                        driver.ask(number, "shrunk", number=body["number"])
 
 
 def next_daemon(image: bytes) -> DurableDriver:
@@ -252,6 +306,10 @@ def check_answers(state: State, step: Step) -> None:
 def test_the_run_has_what_it_takes(run: Run) -> None:
     assert len(run.steps) > 500
     assert len({repr(step.view) for step in run.steps}) > 400
+    shrinking = [
+        p["record"]["elastic"][3] for s in run.steps for p in s.view["pools"].values() if p["record"]["elastic"]
+    ]
+    assert {type(told) for told in shrinking} == {list, type(None)}, "no pool gave back"
     headers = sum(not isinstance(store, int) and store[0] < ALIGNMENT_BYTES for store in run.log)
     assert headers > 3 * 3, "no checkpoint was written"
     *_, last = kills(run.log, 0, random.Random(0), run.start)

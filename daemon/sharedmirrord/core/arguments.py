@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sharedmirror.errors import KeyInputError, ProtocolError
+from sharedmirror.errors import KeyInputError, ProtocolError, UsageError
 from sharedmirror.types import MAX_KEY_BYTES, MAX_WAIT_S, Plane
 
 MAX_TEXT_BYTES = 256
 MAX_PLANES = 65536
 MAX_SLICE_BYTES = 1 << 40
+_KEY_LENGTHS = frozenset(range(1, MAX_KEY_BYTES + 1))
 
 
 def integer(arguments: Mapping[str, Any], name: str, low: int = 0, high: int = (1 << 62)) -> int:
@@ -24,6 +25,19 @@ def integer(arguments: Mapping[str, Any], name: str, low: int = 0, high: int = (
 def optional_integer(arguments: Mapping[str, Any], name: str, low: int = 0, high: int = (1 << 62)) -> int | None:
     """Return an integer argument or None where it is absent."""
     return None if arguments.get(name) is None else integer(arguments, name, low, high)
+
+
+def page_count(arguments: Mapping[str, Any], high: int) -> int | tuple[int, int] | None:
+    """Return ``num_host_pages``: a number, the least and the most, or None; raises ProtocolError or UsageError."""
+    value = arguments.get("num_host_pages")
+    if not isinstance(value, (list, tuple)):
+        return optional_integer(arguments, "num_host_pages", 1, high)
+    if len(value) != 2 or any(type(count) is not int for count in value):
+        raise ProtocolError(f"num_host_pages must be a number or [least, most], not {value!r:.80}")
+    least, most = value
+    if not 2 <= least <= most <= high:
+        raise UsageError(f"num_host_pages goes from {least} to {most}; the least is 2, and the most not less than it")
+    return least, most
 
 
 def text(arguments: Mapping[str, Any], name: str, default: str | None = None) -> str:
@@ -93,7 +107,7 @@ def keys(arguments: Mapping[str, Any], *, distinct: bool = True) -> list[bytes]:
     if not isinstance(value, list):
         raise ProtocolError("keys must be a list")
     # The quick test first: calls carry hundreds of keys, nearly always good ones.
-    if any(type(key) is not bytes or not 0 < len(key) <= MAX_KEY_BYTES for key in value):
+    if not (set(map(type, value)) <= {bytes} and set(map(len, value)) <= _KEY_LENGTHS):
         for key in value:
             check_key(key)
     if distinct and len(set(value)) != len(value):

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from sharedmirror.errors import (
-    ArenaFull,
     DaemonUnavailable,
     EngineBusy,
     PoolMismatch,
@@ -22,23 +21,24 @@ from sharedmirror.errors import (
     SharedMirrorError,
     UsageError,
 )
-from sharedmirror.types import REGION_ALIGNMENT_BYTES, Layout, Plane, PoolKind, Role
+from sharedmirror.types import Layout, Plane, PoolKind, Role
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import leases, shares
 from sharedmirrord.core.durable import CreateTable, Put
+from sharedmirrord.core.forming import allocate
+from sharedmirrord.core.growth import visible_regions
 from sharedmirrord.core.model import (
+    Count,
     Effects,
     Incarnation,
     Peer,
     Pool,
     Properties,
-    Region,
     Session,
     SessionState,
     State,
 )
 from sharedmirrord.core.pages import PageTable
-from sharedmirrord.core.regions import frame_bytes, place
 
 _MAX_PAGES = (1 << 32) - 2
 
@@ -55,11 +55,14 @@ def attach(state: State, session: Session, arguments: dict[str, Any], now: float
     session.state = SessionState.WAITING
     if not state.ready:
         raise DaemonUnavailable("the daemon is still prefaulting its arena; `sharedmirror status` shows how far it is")
-    if session.role is Role.SCHEDULER:
-        return _attach_scheduler(state, session, arguments, out)
-    if session.role is not Role.WORKER:
+    if session.role is Role.OBSERVER:
         raise UsageError("an observer cannot attach", session=session.id)
-    return _attach_worker(state, session, arguments, out)
+    if session.role is Role.SCHEDULER:
+        body = _attach_scheduler(state, session, arguments, out)
+    else:
+        body = _attach_worker(state, session, arguments, out)
+    state.pools[body["pool"]].used = now
+    return body
 
 
 # -- schedulers ----------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
     if not 0 <= rank < properties.world_size:
         raise RankError(f"rank {rank} is outside a world of {properties.world_size}", rank=rank)
     planes = arg.planes(arguments, rank)
-    pages = arg.optional_integer(arguments, "num_host_pages", 1, _MAX_PAGES)
+    pages = _count(arguments, properties)
     static = properties.kind is PoolKind.STATIC
     incarnation = _current(state, name, engine)
     if incarnation is not None:
@@ -126,7 +129,7 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
         _check_former(state, pool, incarnation, session)
     incarnation = _join(state, name, engine, launch, rank, static=static, out=out)
     if pool is None:
-        pool = Pool(state.new_id(), name, tag, properties, pages, incarnation.id)
+        pool = Pool(state.new_id(), name, tag, properties, None, incarnation.id)
         state.pools[pool.id] = pool
     if not pool.ready:
         _announce(state, pool, incarnation, session, rank, planes, pages)
@@ -152,6 +155,17 @@ def _properties(arguments: dict[str, Any]) -> Properties:
         raise RankError(f"a world has 1 to 65535 ranks, not {world_size}", world_size=world_size)
     page_size = arg.integer(arguments, "page_size", 1)
     return Properties(page_size, world_size, layout, kind, arg.integer(arguments, "frames_per_page", 1, 1 << 20))
+
+
+def _count(arguments: dict[str, Any], properties: Properties) -> Count | None:
+    count = arg.page_count(arguments, _MAX_PAGES)
+    kind, layout = properties.kind.value, properties.layout.value
+    if isinstance(count, tuple) and (kind, layout) != ("leased", "page"):
+        raise UsageError(
+            f"num_host_pages {count} asks for a pool that grows and shrinks; this one is {kind} with layout "
+            f"{layout!r}, and only a leased pool with layout 'page' can. Ask for one number of pages"
+        )
+    return count
 
 
 def _check_tag(state: State, incarnation: Incarnation, session: Session, name: str, tag: str) -> None:
@@ -226,7 +240,7 @@ def _check_holder(state: State, pool: Pool, name: str, engine: str, launch: str 
         raise _busy(state, holder, users, "use another pool name: one engine at a time holds a static pool")
 
 
-def _check_pool(pool: Pool, asked: Properties, pages: int | None, rank: int, planes: tuple[Plane, ...]) -> None:
+def _check_pool(pool: Pool, asked: Properties, pages: Count | None, rank: int, planes: tuple[Plane, ...]) -> None:
     have = pool.properties
     compared: list[tuple[str, object, object]] = [
         ("page size", have.page_size, asked.page_size),
@@ -235,8 +249,9 @@ def _check_pool(pool: Pool, asked: Properties, pages: int | None, rank: int, pla
         ("kind", have.kind.value, asked.kind.value),
         ("frames_per_page", have.frames_per_page, asked.frames_per_page),
     ]
-    if pages is not None and pool.num_host_pages is not None:
-        compared.append(("num_host_pages", pool.num_host_pages, pages))
+    known_count = pool.count
+    if pages is not None and known_count is not None:
+        compared.append(("num_host_pages", known_count, pages))
     for what, mine, theirs in compared:
         if mine != theirs:
             raise PoolMismatch(
@@ -323,7 +338,7 @@ def _announce(
     session: Session,
     rank: int,
     planes: tuple[Plane, ...],
-    pages: int | None,
+    pages: Count | None,
 ) -> None:
     if pool.failure is not None and session.id in pool.announced.values():
         raise pool.failure
@@ -335,80 +350,28 @@ def _announce(
     pool.announced[rank] = session.id
     pool.planes[rank] = planes
     pool.asked[rank] = pages
-    pool.num_host_pages = next((count for count in pool.asked.values() if count is not None), None)
 
 
 def _form(state: State, pool: Pool, out: Effects) -> None:
-    """Make the pool ready if every rank has announced; raises RanksMissing or ArenaFull otherwise."""
+    """Make the pool ready if every rank has announced; raises RanksMissing, ArenaFull or ArenaBusy otherwise."""
     missing = [rank for rank in range(pool.properties.world_size) if rank not in pool.announced]
     if missing:
         raise RanksMissing(
             f"pool {pool.name!r} waits for ranks {missing} of {pool.properties.world_size} to attach", ranks=missing
         )
     try:
-        _allocate(state, pool)
+        allocate(state, pool, out)
     except SharedMirrorError as error:
-        pool.failure = error
-        state.moved = True
+        if not error.retryable:
+            pool.failure = error
+            state.moved = True
         raise
     pool.ready = True
     state.moved = True
     if pool.properties.kind is PoolKind.LEASED and pool.num_host_pages is not None:
-        pool.table = PageTable(pool.num_host_pages)
+        pool.table = PageTable(pool.num_host_pages, pool.visible_pages)
         out.writes.append(CreateTable(pool.id, pool.num_host_pages))
     out.writes += [Put("pool", pool.id, pool.record()), Put("marks", pool.id, pool.marks())]
-
-
-def _allocate(state: State, pool: Pool) -> None:
-    """Group the planes by the ranks that share them, size the pool and take its regions."""
-    owners: dict[tuple[str, int], list[int]] = {}
-    known: dict[tuple[str, int], Plane] = {}
-    for rank in sorted(pool.planes):
-        for plane in pool.planes[rank]:
-            mark = (plane.name, plane.shard)
-            if known.setdefault(mark, plane) != plane:
-                raise PoolMismatch(
-                    f"rank {rank} brings {plane}, another rank {known[mark]}: equal shards hold equal bytes"
-                )
-            owners.setdefault(mark, []).append(rank)
-    groups: dict[tuple[int, ...], list[Plane]] = {}
-    for mark, holders in owners.items():
-        groups.setdefault(tuple(holders), []).append(known[mark])
-    properties = pool.properties
-    per_page = sum(frame_bytes(planes) for planes in groups.values()) * properties.frames_per_page
-    free = state.space.free_bytes
-    pages = pool.num_host_pages
-    if pages is None:
-        pages = max(0, free // 2 - len(groups) * REGION_ALIGNMENT_BYTES) // per_page
-    least = 2 if properties.kind is PoolKind.LEASED else 1
-    placements = {
-        ranks: place(planes, pages * properties.frames_per_page, properties.layout) for ranks, planes in groups.items()
-    }
-    asked = sum(placement.size_bytes for placement in placements.values())
-    if pages < least or asked > free:
-        wanted = f"{max(pages, least)} pages of {per_page} bytes ({max(asked, least * per_page)} bytes)"
-        raise ArenaFull(
-            f"pool {pool.name!r} asks for {wanted}; the arena has {free} of {state.space.size_bytes} bytes free. "
-            f"Ask for fewer host pages, or start the daemon with more --memory",
-            asked=max(asked, least * per_page),
-            free=free,
-        )
-    pool.num_host_pages, pool.bytes_per_page = pages, per_page
-    regions: dict[tuple[int, ...], Region] = {}
-    for ranks, placement in placements.items():
-        extents = state.space.allocate(placement.size_bytes)
-        if extents is None:
-            raise RuntimeError("the arena has less room than it counts")
-        regions[ranks] = Region(
-            state.new_id(), ranks, tuple((0, at, size) for at, size in extents), placement.size_bytes
-        )
-    pool.regions = list(regions.values())
-    where = {
-        (plane.name, plane.shard): (regions[ranks].id, placements[ranks].bases[i], placements[ranks].strides[i])
-        for ranks, planes in groups.items()
-        for i, plane in enumerate(planes)
-    }
-    pool.places = {rank: [where[plane.name, plane.shard] for plane in planes] for rank, planes in pool.planes.items()}
 
 
 def _description(pool: Pool) -> dict[str, Any]:
@@ -422,15 +385,13 @@ def _description(pool: Pool) -> dict[str, Any]:
 
 def _welcome(state: State, pool: Pool, session: Session, rank: int) -> dict[str, Any]:
     places = pool.places[rank]
-    regions = [region for region in pool.regions if rank in region.ranks]
-    order = {region.id: at for at, region in enumerate(regions)}
+    regions = visible_regions(pool, rank)
+    order = {region["id"]: at for at, region in enumerate(regions)}
     revoked = [lease.id for lease in state.leases.values() if lease.pool == pool.id]
     return _description(pool) | {
         "session": session.id,
-        "regions": [
-            {"id": r.id, "bytes": r.size_bytes, "extents": [list(e) for e in r.extents], "ranks": list(r.ranks)}
-            for r in regions
-        ],
+        "backed": pool.visible_pages,
+        "regions": regions,
         "planes": [[order[region], base, stride] for region, base, stride in places],
         # Leases of before were granted without this process as a writer, and hits being released may lose their pages.
         "revoked": revoked,

@@ -7,6 +7,7 @@ through ``settle``, which asks ``OpenLease.evident``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from sharedmirror.errors import (
@@ -23,6 +24,7 @@ from sharedmirror.errors import (
 )
 from sharedmirror.types import PoolKind
 from sharedmirrord.core import arguments as arg
+from sharedmirrord.core import growth
 from sharedmirrord.core.durable import Delete, Put, SetSlots
 from sharedmirrord.core.model import (
     Effects,
@@ -36,7 +38,7 @@ from sharedmirrord.core.model import (
     pack_bits,
 )
 from sharedmirrord.core.pages import PageTable
-from sharedmirrord.core.shares import Claim, may_hold
+from sharedmirrord.core.shares import Claim, may_hold, pages_to_hold
 from sharedmirrord.core.transitions import PageState
 
 _HIGH_STEP = 1024
@@ -101,6 +103,7 @@ def _open(
         )
     writers = _writers(state, session, pool)
     incarnation = state.incarnations[incarnation_of(session)]
+    growth.grow(state, pool, wanted, out, pages_to_hold(pool, incarnation, wanted))
     if incarnation.held + wanted > may_hold(pool, incarnation):
         raise _held_too_much(pool, incarnation, wanted)
     claim = Claim(pool.owners[incarnation.engine], pool.attached, pool.share)
@@ -158,6 +161,8 @@ def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int, incarnati
         f"{wanted} pages were asked for; pool {pool.name!r} has {free} free and {sealed} sealed pages, "
         f"of which {len(table.pins)} are pinned"
     )
+    if pool.elastic is not None:
+        message += f"; {pool.elastic.backed} of {table.pages} have memory"
     if state.survivors:
         pids = sorted(state.sessions[number].peer.pid for number in state.survivors)
         message += f"; after a restart nothing is evicted until the processes {pids} have resumed or are proven gone"
@@ -397,23 +402,10 @@ def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], lis
     """
     pool = state.pools[lease.pool]
     table = table_of(pool)
-    sealed: list[int] = []
-    linked: list[int] = []
-    duplicates: list[list[int]] = []
     ready = lease.complete() & lease.keyed & ~lease.revoked
     if ready:
         _unpend(pool, lease, ready)
-    for at in each_bit(ready):
-        page, key = lease.pages[at], lease.keys[at]
-        if key is None:
-            raise RuntimeError(f"page {page} of lease {lease.id} counts as keyed and has no key")
-        winner = table.index.get(key)
-        if winner is None:
-            linked += table.seal(page, key, lease.parents[at])
-            sealed.append(page)
-        else:
-            table.discard(page)
-            duplicates.append([page, winner])
+    sealed, linked, duplicates = table.seal(_entries(lease, ready))
     dead = lease.evident() & lease.revoked
     freed = [lease.pages[at] for at in each_bit(dead)]
     for page in freed:
@@ -428,6 +420,14 @@ def settle(state: State, lease: OpenLease, out: Effects) -> tuple[list[int], lis
     if not lease.open:
         _close(state, lease, out)
     return sealed, duplicates
+
+
+def _entries(lease: OpenLease, bits: int) -> Iterator[tuple[int, bytes, bytes | None]]:
+    for at in each_bit(bits):
+        key = lease.keys[at]
+        if key is None:
+            raise RuntimeError(f"page {lease.pages[at]} of lease {lease.id} counts as keyed and has no key")
+        yield lease.pages[at], key, lease.parents[at]
 
 
 def _close(state: State, lease: OpenLease, out: Effects) -> None:

@@ -10,11 +10,12 @@ import enum
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from sharedmirror.errors import SharedMirrorError
 from sharedmirror.types import Layout, Plane, PoolKind, Role
 from sharedmirrord.core.durable import Write
+from sharedmirrord.core.elastic import Elastic
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.regions import ArenaSpace
 
@@ -110,6 +111,10 @@ class Incarnation:
         }  # fmt: skip
 
 
+Count: TypeAlias = int | tuple[int, int]
+"""How many host pages a pool is asked to have: a number, or the least and the most."""
+
+
 @dataclass(frozen=True)
 class Properties:
     """What every rank of a pool must agree on."""
@@ -140,19 +145,22 @@ class Pool:
     tag: str
     properties: Properties
     num_host_pages: int | None
+    """For an elastic pool the most that it may have: its page table has so many."""
     former: int
     """The incarnation whose first attach created the pool."""
     ready: bool = False
     failure: SharedMirrorError | None = None
     announced: dict[int, int] = field(default_factory=dict)
     """While forming: the session that announced each rank."""
-    asked: dict[int, int | None] = field(default_factory=dict)
+    asked: dict[int, Count | None] = field(default_factory=dict)
     """While forming: how many host pages each rank asked for."""
     planes: dict[int, tuple[Plane, ...]] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     places: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
     """For each rank, in plane order: region id, base, stride."""
     table: PageTable | None = None
+    elastic: Elastic | None = None
+    """How many of the pages have memory; None: all of them, always."""
     holder: int | None = None
     """The incarnation that holds a static pool."""
     number: int = 1
@@ -169,6 +177,27 @@ class Pool:
     bytes_per_page: int = 0
     hits: int = 0
     misses: int = 0
+    used: float = 0.0
+    """When a session last came or went. Not durable: after a restart it is the time of adoption."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arena that the pool has."""
+        return sum(region.size_bytes for region in self.regions)
+
+    @property
+    def count(self) -> Count | None:
+        """How many pages the pool was asked to have; while forming, what one of its ranks says."""
+        if self.elastic is not None:
+            return self.elastic.least, self.elastic.most
+        if self.ready:
+            return self.num_host_pages
+        return next((count for count in self.asked.values() if count is not None), None)
+
+    @property
+    def visible_pages(self) -> int:
+        """How many pages a worker may map now."""
+        return (self.num_host_pages or 0) if self.elastic is None else self.elastic.visible
 
     def record(self) -> dict[str, Any]:
         """Return the durable form."""
@@ -182,6 +211,7 @@ class Pool:
             "kind": properties.kind.value,
             "frames_per_page": properties.frames_per_page,
             "num_host_pages": self.num_host_pages,
+            "elastic": None if self.elastic is None else self.elastic.record(),
             "planes": [[rank, [plane.to_wire() for plane in planes]] for rank, planes in self.planes.items()],
             "regions": [[r.id, r.ranks, r.extents, r.size_bytes] for r in self.regions],
             "places": [[rank, places] for rank, places in self.places.items()],
@@ -323,6 +353,8 @@ class Effects:
     pushes: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
     """Sessions that are over: their files and descriptors may go."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the log, as key=value."""
 
 
 @dataclass
@@ -350,6 +382,8 @@ class State:
     survivors: set[int] = field(default_factory=set)
     """Sessions from before a restart that have neither resumed nor gone; nothing is evicted meanwhile."""
     stopping: bool = False
+    giving: bool = False
+    """Whether pages that a pool gives back are left to be looked at: the next event goes on with it."""
     sweeping: bool = False
     """Whether pages of a cleared pool are left to be freed: the next event goes on with it."""
     moved: bool = False

@@ -16,13 +16,16 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from sharedmirrord.core.changes import CLEARED, EVICTED, SEALED, ChangeLog
 from sharedmirrord.core.durable import NO_PAGE, Slot
 from sharedmirrord.core.shares import NOBODY, Claim, Givers
 from sharedmirrord.core.transitions import TRANSITIONS, InvalidTransition, PageEvent, PageState
 
-_FREE, _LEASED, _SEALED = PageState.FREE, PageState.LEASED, PageState.SEALED
+_FREE, _LEASED, _SEALED, _RESERVED = PageState.FREE, PageState.LEASED, PageState.SEALED, PageState.RESERVED
 _PAGE_BITS = 32
 _PAGE_MASK = (1 << _PAGE_BITS) - 1
+_SCAN_PAGES = 16384
+"""Looked at in one call of ``readable``: about a millisecond of work."""
 _TIDY_AT = 64
 _NO_CLAIM = Claim()
 
@@ -31,21 +34,30 @@ _Heads = list[tuple[int, int]]
 
 
 class PageTable:
-    """States of ``pages`` host pages; page 0 is the null page and stays reserved."""
+    """States of ``pages`` host pages; page 0 is the null page and stays reserved.
 
-    def __init__(self, pages: int) -> None:
+    Only the first ``backed`` pages (None: all) have memory; ``provide`` and ``withdraw`` change that.
+    """
+
+    def __init__(self, pages: int, backed: int | None = None) -> None:
+        backed = pages if backed is None else backed
         self.pages = pages
-        self.states = bytearray(pages)
-        self.states[0] = PageState.RESERVED
+        self.limit = pages
+        """Pages from here on are not granted, because they are to be withdrawn."""
+        self.states = bytearray(backed) + bytes([_RESERVED]) * (pages - backed)
+        self.states[0] = _RESERVED
         self.generations = array("Q", bytes(8 * pages))
         self.keys: list[bytes | None] = [None] * pages
         self.index: dict[bytes, int] = {}
         self.pins: dict[int, int] = {}
         self.counts = [0] * len(PageState)
-        self.counts[PageState.RESERVED] = 1
-        self.counts[_FREE] = pages - 1
+        self.counts[_RESERVED] = 1 + pages - backed
+        self.counts[_FREE] = backed - 1
         self.evictions = 0
-        self._free = array("I", range(pages - 1, 0, -1))
+        self.changes = ChangeLog()
+        self._free = array("I", range(backed - 1, 0, -1))
+        self._beyond: list[int] = []
+        """Free pages from ``limit`` on."""
         self._parents = array("I", [NO_PAGE]) * pages
         self._parent_generations = array("Q", bytes(8 * pages))
         self._children = array("I", bytes(4 * pages))
@@ -85,6 +97,35 @@ class PageTable:
             states[page] = new
         self.counts[before] -= len(pages)
         self.counts[new] += len(pages)
+
+    # -- memory that comes and goes --------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """How many pages can be granted without an eviction."""
+        return len(self._free)
+
+    def provide(self, first: int, end: int) -> None:
+        """Pages from ``first`` up to ``end`` have memory: the reserved ones among them become free."""
+        pages = [page for page in range(max(first, 1), end) if self.states[page] == _RESERVED]
+        self._move_all(pages, _RESERVED, PageEvent.PROVIDE)
+        # Granted last: so a pool's end stays free for as long as can be.
+        self._free = array("I", reversed(pages)) + self._free
+
+    def set_limit(self, limit: int) -> None:
+        """Grant no page from ``limit`` on; ``withdraw`` takes those that are free."""
+        free = [*self._beyond, *self._free]
+        self.limit = limit
+        self._free = array("I", [page for page in free if page < limit])
+        self._beyond = [page for page in free if page >= limit]
+
+    def withdraw(self) -> None:
+        """Reserve the pages from ``limit`` on that are free by now."""
+        pages, self._beyond = self._beyond, []
+        self._move_all(pages, _FREE, PageEvent.WITHDRAW)
+
+    def _freed(self, page: int) -> None:
+        (self._free if page < self.limit else self._beyond).append(page)
 
     # -- leasing ---------------------------------------------------------------------------------
 
@@ -128,7 +169,7 @@ class PageTable:
         """Free a leased or quarantined page for whose every writer there is evidence."""
         self._move(page, PageEvent.PROVE if self.states[page] == PageState.QUARANTINED else PageEvent.DISCARD)
         self._charge(self._owners[page], -1)
-        self._free.append(page)
+        self._freed(page)
 
     def doubt(self, page: int) -> None:
         """Quarantine a leased page: a writer's fate is unknown."""
@@ -154,27 +195,50 @@ class PageTable:
 
     # -- keys ------------------------------------------------------------------------------------
 
-    def seal(self, page: int, key: bytes, parent_key: bytes | None) -> list[int]:
-        """Bind ``key``, which must be unbound, to a leased page and make it readable.
+    def seal(self, entries: Iterable[tuple[int, bytes, bytes | None]]) -> tuple[list[int], list[int], list[list[int]]]:
+        """Bind keys to leased pages and make them readable; an entry is page, key and the key it hangs on.
 
-        Returns the pages sealed before that hang on this one from now on.
+        A page whose key another page has already is freed. Returns the pages sealed, the pages sealed
+        before that hang on these from now on, and the pairs of freed page and winner.
         """
-        self._move(page, PageEvent.SEAL)
-        self.keys[page] = key
-        self.index[key] = page
         self._tick += 1
-        self._used[page] = self._tick
-        parent = self.index.get(parent_key) if parent_key is not None else None
-        if parent is not None and parent != page:
-            self._link(page, parent)
-        elif parent is None and parent_key is not None:
-            self._await_parent(page, parent_key)
+        index, keys, used, tick = self.index, self.keys, self._used, self._tick
+        note = self.changes.add
+        sealed: list[int] = []
+        linked: list[int] = []
+        duplicates: list[list[int]] = []
+        for page, key, parent_key in entries:
+            winner = index.get(key)
+            if winner is not None:
+                self.discard(page)
+                duplicates.append([page, winner])
+                continue
+            self._move(page, PageEvent.SEAL)
+            keys[page] = key
+            index[key] = page
+            note(SEALED, key)
+            used[page] = tick
+            sealed.append(page)
+            if parent_key is not None:
+                parent = index.get(parent_key)
+                if parent is None:
+                    self._await_parent(page, parent_key)
+                elif parent != page:
+                    self._link(page, parent)
+            if self._awaited:
+                linked += self._link_awaited(page, key)
+        # Only now: what got a child in this call is no leaf.
+        for page in sealed:
+            if not self._children[page]:
+                self._queue(page)
+        return sealed, linked, duplicates
+
+    def _link_awaited(self, page: int, key: bytes) -> list[int]:
         linked = []
-        for child, generation in self._awaited.pop(key, ()) if self._awaited else ():
+        for child, generation in self._awaited.pop(key, ()):
             if self._orphan(child, generation) and child not in self._chain(page):
                 self._link(child, page)
                 linked.append(child)
-        self._queue(page)
         return linked
 
     def _chain(self, page: int) -> set[int]:
@@ -216,6 +280,7 @@ class PageTable:
         self.keys[page] = None
         if self.index.get(key) == page:
             del self.index[key]
+            self.changes.add(EVICTED, key)
         self._parents[page] = NO_PAGE
         self._children[page] = 0
         self._queued[page] = 0  # should an entry be left, it is known to be dead by its use
@@ -230,7 +295,7 @@ class PageTable:
         self._charge(self._owners[page], -1)
         self._tidy(self._owners[page])
         self._move(page, PageEvent.EVICT)
-        self._free.append(page)
+        self._freed(page)
         self.evictions += 1
         return key
 
@@ -242,6 +307,7 @@ class PageTable:
         freed = len(self.index) - sum(self.index.get(self.keys[page] or b"") == page for page in self.pins)
         self._stale.append((self.index, list(self._heaps.values())))
         self.index, self._heaps = {}, {}
+        self.changes.add(CLEARED, b"")
         self._awaited.clear()
         return freed
 
@@ -269,16 +335,37 @@ class PageTable:
                 self._stale.pop()
         self._discharge(freed)
         self._move_all(freed, _SEALED, PageEvent.EVICT)
-        self._free.extend(freed)
+        for page in freed:
+            self._freed(page)
         return freed
+
+    def readable(self, start: int, limit: int) -> tuple[list[bytes], int | None]:
+        """Return up to ``limit`` readable keys in page order from page ``start`` on, and where to go on.
+
+        Looks at a bounded number of pages, so there may be more although few or none were found; None
+        says that the table is at its end.
+        """
+        keys, index = self.keys, self.index
+        end = min(start + _SCAN_PAGES, self.pages)
+        found: list[bytes] = []
+        for page in range(start, end):
+            key = keys[page]
+            if key is not None and index.get(key) == page:
+                if len(found) == limit:
+                    return found, page
+                found.append(key)
+        return found, end if end < self.pages else None
 
     # -- use and eviction order ------------------------------------------------------------------
 
-    def pin(self, pages: Iterable[int]) -> None:
-        """Protect sealed pages against eviction; each call counts."""
+    def pin(self, pages: Collection[int]) -> None:
+        """Protect sealed pages, each named once, against eviction; each call counts."""
         pins = self.pins
-        for page in pages:
-            pins[page] = pins.get(page, 0) + 1
+        if pins.keys().isdisjoint(pages):
+            pins.update(dict.fromkeys(pages, 1))
+        else:
+            for page in pages:
+                pins[page] = pins.get(page, 0) + 1
 
     def unpin(self, pages: Iterable[int]) -> list[int]:
         """Take back one ``pin`` of each page; returns pages freed because ``clear`` unbound them."""
@@ -297,7 +384,7 @@ class PageTable:
                 self._forget_key(page)
                 self._charge(self._owners[page], -1)
                 self._move(page, PageEvent.EVICT)
-                self._free.append(page)
+                self._freed(page)
                 freed.append(page)
         return freed
 
@@ -305,13 +392,20 @@ class PageTable:
         """Mark sealed pages, and the chains they hang on, as used now."""
         self._tick += 1
         tick, used, parents = self._tick, self._used, self._parents
+        before = NO_PAGE
         for page in pages:
-            at: int | None = page
-            while at is not None and used[at] != tick:
-                used[at] = tick
-                above = parents[at]
-                # A prefix comes in order, so the page above is nearly always marked already.
-                at = None if above == NO_PAGE or used[above] == tick else self._parent(at)
+            used[page] = tick
+            above = parents[page]
+            # A prefix comes in order: the page above is nearly always the one before.
+            if above != before and above != NO_PAGE and used[above] != tick:
+                self._use_chain(page)
+            before = page
+
+    def _use_chain(self, page: int) -> None:
+        at = self._parent(page)
+        while at is not None and self._used[at] != self._tick:
+            self._used[at] = self._tick
+            at = self._parent(at)
 
     def _evictable(self, page: int) -> bool:
         return self.states[page] == _SEALED and not self._children[page] and page not in self.pins
@@ -387,7 +481,7 @@ class PageTable:
                     break
                 heads = self._heads(givers)
                 due = self._due(heads, givers)
-            elif page in protected:
+            elif page in protected or page >= self.limit:
                 spared.append(page)
             else:
                 victims.append(page)
@@ -488,8 +582,10 @@ class PageTable:
         ]
         if sum(self.counts) != self.pages:
             found.append("1: counts do not sum to the page count")
-        if sorted(self._free) != [page for page in range(self.pages) if self.states[page] == _FREE]:
+        if sorted([*self._free, *self._beyond]) != [p for p in range(self.pages) if self.states[p] == _FREE]:
             found.append("2: the free list is not the free pages")
+        if max(self._free, default=-1) >= self.limit or min(self._beyond, default=self.limit) < self.limit:
+            found.append(f"2: a page from {self.limit} on can be granted, or one before it cannot")
         found += [
             f"5: key of page {page} leads to a page that is {PageState(self.states[page]).name}"
             for key, page in self.index.items()

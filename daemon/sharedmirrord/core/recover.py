@@ -22,6 +22,7 @@ from sharedmirror.types import Layout, PoolKind, Role
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import shares
 from sharedmirrord.core.durable import Slot
+from sharedmirrord.core.elastic import Elastic
 from sharedmirrord.core.model import (
     Incarnation,
     OpenHit,
@@ -37,6 +38,7 @@ from sharedmirrord.core.model import (
 )
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.regions import ArenaSpace
+from sharedmirrord.core.room import users
 from sharedmirrord.core.transitions import PageState
 
 MAX_DAMAGE = 0.01
@@ -112,6 +114,9 @@ class _Recovery:
         for pool in state.pools.values():
             if pool.table is not None:
                 pool.table.rebuild()
+            if pool.elastic is not None and pool.elastic.told is not None:
+                # Who answered before is asked once more.
+                pool.elastic.awaited = {s.id for s in users(state, pool) if s.role is Role.WORKER}
             shares.recount(state, pool)
         state.survivors = {s.id for s in state.sessions.values() if s.state is SessionState.LOST}
         return state
@@ -141,7 +146,7 @@ class _Recovery:
             arg.integer(value, "frames_per_page", 1),
         )
         name, tag, pages = arg.text(value, "name"), arg.text(value, "tag"), arg.integer(value, "num_host_pages", 1)
-        pool = Pool(number, name, tag, properties, pages, former=0, ready=True)
+        pool = Pool(number, name, tag, properties, pages, former=0, ready=True, used=self._now)
         clears, high = self._records["marks", number]
         marks = {"number": clears, "high": high}
         pool.number, pool.generation_high = arg.integer(marks, "number", 1), arg.integer(marks, "high")
@@ -149,6 +154,8 @@ class _Recovery:
         _must(pool.holder is None or pool.holder in self._state.incarnations, f"nobody is the holder of pool {number}")
         pool.bytes_per_page = arg.integer(value, "bytes_per_page")
         self._place(pool, value)
+        if value.get("elastic") is not None:
+            pool.elastic = self._elastic(pool, value["elastic"])
         if properties.kind is PoolKind.LEASED:
             pool.table = self._table(pool, pages)
         return pool
@@ -170,11 +177,30 @@ class _Recovery:
                 inside = 0 <= base < known[region].size_bytes and 0 < stride and rank in known[region].ranks
                 _must(inside, f"a plane of rank {rank} of pool {pool.id} lies outside its region")
 
+    def _elastic(self, pool: Pool, value: list[Any]) -> Elastic:
+        least, step, backed, told = value
+        named = {"least": least, "step": step, "backed": backed}
+        least, step, backed = (arg.integer(named, name, 1) for name in named)
+        most, frames = pool.num_host_pages or 0, pool.properties.frames_per_page
+        strides = {region: stride for places in pool.places.values() for region, _, stride in places}
+        page_bytes = tuple(strides[region.id] * frames for region in pool.regions)
+        _must(2 <= least <= most and most // step <= 1 << 20, f"pool {pool.id} has {least} to {most} pages by {step}")
+        elastic = Elastic(least, most, step, page_bytes, backed)
+        _must(backed in elastic.levels and backed >= elastic.level(least), f"pool {pool.id} has memory for {backed}")
+        sizes = [elastic.region_bytes(at, backed) for at in range(len(page_bytes))]
+        _must(sizes == [region.size_bytes for region in pool.regions], f"pool {pool.id} has other regions than pages")
+        if told is not None:
+            number, stay = told
+            known = 0 < number < self._state.next_id and elastic.level(least) <= stay < backed
+            _must(known and stay in elastic.levels, f"pool {pool.id} gives back down to {stay} of {backed} pages")
+            elastic.told, elastic.target = (number, stay), stay
+        return elastic
+
     def _table(self, pool: Pool, pages: int) -> PageTable:
         # A table takes about as much memory as so small a page: count before it is taken.
         if pages > self._state.space.size_bytes // _SMALL_PAGE_BYTES:
             self._check_length(pool, pages, sum(1 for _ in self._slots(pool.id)))
-        table = PageTable(pages)
+        table = PageTable(pages, pool.visible_pages)
         damaged = self._damaged[pool.id] = set()
         claims = self._claims.get(pool.id, {})
         free, sealed, number = PageState.FREE, PageState.SEALED, pool.number
@@ -189,6 +215,11 @@ class _Recovery:
             _, state, generation, since, key, parent, parent_generation = slot
             if generation > highest:
                 highest = generation
+            if page >= pool.visible_pages:
+                over = state == free or (state == sealed and since != number)
+                _must(over, f"page {page} of pool {pool.id} is in use and has no memory")
+                table.restore(page, PageState.RESERVED, generation)
+                continue
             # A page that was evicted for a lease has no slot of its own since: the lease counts, not the old key.
             if state == sealed and since == number and claims.get(page, 0) <= generation:
                 table.restore(page, sealed, generation, key, parent, parent_generation)
@@ -270,6 +301,7 @@ class _Recovery:
                 raise DamagedRecords(f"two leases claim page {page} of pool {pool.name!r}")
             if table.generations[page] >= generation:
                 continue  # its slot says how it ended
+            _must(table.states[page] != PageState.RESERVED, f"lease {number} has page {page}, which has no memory")
             lease.open |= 1 << at
             table.restore(page, PageState.LEASED, generation, owner=charged)
             if lease.keys[at] is not None:

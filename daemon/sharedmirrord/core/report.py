@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sharedmirror.types import PoolKind
@@ -44,6 +45,8 @@ def _pool(state: State, pool: Pool) -> dict[str, Any]:
         held = [r for r, s in incarnation.ranks.items() if _lives(state, s) and state.sessions[s].pool == pool.id]
         if held:
             ranks[incarnation.engine] = sorted({*ranks.get(incarnation.engine, []), *held})
+    count = pool.count
+    bounds = count if isinstance(count, tuple) else (count, count)
     return {
         "id": pool.id,
         "name": pool.name,
@@ -53,7 +56,11 @@ def _pool(state: State, pool: Pool) -> dict[str, Any]:
         "page_size": properties.page_size,
         "frames_per_page": properties.frames_per_page,
         "world_size": properties.world_size,
-        "num_host_pages": pool.num_host_pages,
+        "num_host_pages": bounds[1],
+        "min_host_pages": bounds[0],
+        "backed_pages": pool.elastic.backed if pool.elastic else pool.num_host_pages,
+        "giving_back_pages": pool.elastic.backed - pool.elastic.target if pool.elastic else 0,
+        "giving_back_awaits": _pids(state, pool.elastic.awaited) if pool.elastic and pool.elastic.told else [],
         "bytes_per_host_page": pool.bytes_per_page,
         "bytes_saved_per_host_page": _saved(pool),
         "state": "ready" if pool.ready else "forming",
@@ -65,6 +72,10 @@ def _pool(state: State, pool: Pool) -> dict[str, Any]:
         "evictions": pool.table.evictions if pool.table else 0,
         "number": pool.number,
     }
+
+
+def _pids(state: State, sessions: Iterable[int]) -> list[int]:
+    return sorted(state.sessions[number].peer.pid for number in sessions)
 
 
 def _engines(state: State, pool: Pool) -> dict[str, dict[str, int]]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from sharedmirror.errors import InstanceChanged, PoolInUse, PoolMismatch, PoolNotFound, UsageError
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import hits, leases, shares
-from sharedmirrord.core.durable import Delete, DropTable, Put
-from sharedmirrord.core.model import Effects, Ended, Peer, Session, SessionState, State
+from sharedmirrord.core import growth, hits, leases, room, shares
+from sharedmirrord.core.durable import Delete, Put
+from sharedmirrord.core.model import Effects, Ended, Peer, Pool, Session, SessionState, State
 
 
 def check_resume(state: State, number: int, peer: Peer) -> None:
@@ -53,6 +53,7 @@ def resume(
         hits.let_go(state, state.hits[number], out)
     leases.ask_again(state, session, out)
     hits.ask_again(state, session, out)
+    growth.ask_again(state, session, out)
 
 
 def withdraw(state: State, session: Session, out: Effects) -> None:
@@ -61,7 +62,6 @@ def withdraw(state: State, session: Session, out: Effects) -> None:
         pool.announced = {rank: holder for rank, holder in pool.announced.items() if holder != session.id}
         pool.planes = {rank: planes for rank, planes in pool.planes.items() if rank in pool.announced}
         pool.asked = {rank: count for rank, count in pool.asked.items() if rank in pool.announced}
-        pool.num_host_pages = next((count for count in pool.asked.values() if count is not None), None)
         state.moved = True
         if not pool.announced:
             del state.pools[pool.id]
@@ -93,36 +93,31 @@ def detach(state: State, session: Session, arguments: dict[str, Any], now: float
     return {}
 
 
+def pool_named(state: State, name: str, tag: str | None) -> Pool:
+    """Return the pool of this name; ``tag`` None: whichever there is. Raises PoolNotFound or PoolMismatch."""
+    pools = [pool for pool in state.pools.values() if pool.name == name and tag in (None, pool.tag)]
+    if not pools:
+        tagged = f" with tag {tag!r}" if tag is not None else ""
+        raise PoolNotFound(f"there is no pool {name!r}{tagged}; `sharedmirror status` lists those there are", pool=name)
+    if len(pools) > 1:
+        raise PoolMismatch(
+            f"{len(pools)} pools are named {name!r}; say which tag: {sorted(pool.tag for pool in pools)}"
+        )
+    return pools[0]
+
+
 def drop(state: State, name: str, tag: str | None, out: Effects) -> int:
     """Give a pool's memory and cache up; returns the bytes freed.
 
     Raises PoolNotFound, PoolMismatch when several tags have this name, and PoolInUse while any process,
     however it ended, may still map the pool.
     """
-    pools = [pool for pool in state.pools.values() if pool.name == name and tag in (None, pool.tag)]
-    if not pools:
-        raise PoolNotFound(f"there is no pool {name!r}" + (f" with tag {tag!r}" if tag is not None else ""))
-    if len(pools) > 1:
-        raise PoolMismatch(
-            f"{len(pools)} pools are named {name!r}; say which tag: {sorted(pool.tag for pool in pools)}"
-        )
-    (pool,) = pools
-    users = [session for session in state.sessions.values() if session.pool == pool.id]
+    pool = pool_named(state, name, tag)
+    users = room.users(state, pool)
     if users or not pool.ready:
         pids = sorted({session.peer.pid for session in users} | {pid for session in users for pid in session.holders})
         raise PoolInUse(f"pool {name!r} is in use by processes {pids}; end them first", pids=pids)
-    held = [lease.pool for lease in state.leases.values()] + [hit.pool for hit in state.hits.values()]
-    if pool.id in held:
-        raise RuntimeError(f"pool {name!r} has leases or hits and no session")
-    for region in pool.regions:
-        for _arena, offset, size_bytes in region.extents:
-            state.space.release(offset, size_bytes)
-    del state.pools[pool.id]
-    if pool.table is not None:
-        out.writes.append(DropTable(pool.id))
-    out.writes += [Delete("pool", pool.id), Delete("marks", pool.id)]
-    state.moved = True
-    return sum(region.size_bytes for region in pool.regions)
+    return room.drop(state, pool, out)
 
 
 def died(state: State, session: Session, now: float, out: Effects) -> None:
@@ -157,6 +152,7 @@ def forget(state: State, session: Session, how: str, now: float, out: Effects) -
     incarnation = state.incarnations.get(session.incarnation) if session.incarnation is not None else None
     if incarnation is not None and session.pool is not None:
         pool = state.pools[session.pool]
+        pool.used = now
         state.ended.append(
             Ended(
                 session.id, session.peer.pid, incarnation.engine, session.role.value, session.rank, pool.name, how, now
@@ -165,6 +161,7 @@ def forget(state: State, session: Session, how: str, now: float, out: Effects) -
         incarnation.sessions.discard(session.id)
         out.writes += [Delete("session", session.id), Delete("result", session.id)]
         _drop_empty_incarnations(state, out)
+    growth.worker_gone(state, session)
     del state.sessions[session.id]
     if session.pool is not None:
         shares.recount(state, state.pools[session.pool])

@@ -66,7 +66,7 @@ class Givers:
 
 
 def recount(state: State, pool: Pool) -> None:
-    """Note which engines are attached, after a session came or ended."""
+    """Note which engines are attached and their shares, after a session came or ended or the pool's memory changed."""
     table = pool.table
     if table is None:
         return
@@ -78,7 +78,7 @@ def recount(state: State, pool: Pool) -> None:
     for name in sorted(names):
         owner_of(pool, name)
     pool.attached = frozenset(pool.owners[name] for name in names)
-    pool.share = max(1, (table.pages - 1) // max(1, len(names)))
+    pool.share = max(1, (pool.visible_pages - 1) // max(1, len(names)))
 
 
 def attached(state: State, pool: Pool) -> set[str]:
@@ -97,6 +97,13 @@ def owner_of(pool: Pool, engine: str) -> int:
         taken = set(pool.owners.values())
         number = pool.owners[engine] = next(n for n in range(1, len(taken) + 2) if n not in taken)
     return number
+
+
+def pages_to_hold(pool: Pool, incarnation: Incarnation, wanted: int) -> int:
+    """Return how many pages must have memory, so that ``wanted`` more are within an engine's share; 0: any number."""
+    if incarnation.max_held is not None or len(pool.attached) < 2:
+        return 0
+    return (incarnation.held + wanted) * len(pool.attached) + 1
 
 
 def may_hold(pool: Pool, incarnation: Incarnation) -> int:

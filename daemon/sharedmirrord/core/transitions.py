@@ -1,6 +1,7 @@
 """The states of a page and every way from one to another.
 
-This table is the only place that knows them. ``RESERVED`` has no way in or out: it is the null page.
+This table is the only place that knows them. ``RESERVED`` is the null page, which never moves, and every
+page of an elastic pool that has no memory now, or whose memory is being given back.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class PageEvent(enum.Enum):
     DOUBT = "a writer's fate is unknown"
     PROVE = "the last evidence arrived"
     EVICT = "evicted or cleared while nobody pinned it"
+    PROVIDE = "backed with memory"
+    WITHDRAW = "withdrawn, its memory being given back"
 
     # Members are single objects; Enum's own hash is a Python function, and this one is on the hot path.
     __hash__ = object.__hash__
@@ -39,6 +42,8 @@ TRANSITIONS: dict[tuple[int, PageEvent], PageState] = {
     (PageState.LEASED, PageEvent.DOUBT): PageState.QUARANTINED,
     (PageState.QUARANTINED, PageEvent.PROVE): PageState.FREE,
     (PageState.SEALED, PageEvent.EVICT): PageState.FREE,
+    (PageState.RESERVED, PageEvent.PROVIDE): PageState.FREE,
+    (PageState.FREE, PageEvent.WITHDRAW): PageState.RESERVED,
 }
 
 
