@@ -27,7 +27,7 @@ def fill(table: PageTable, who: Claim, *keys: bytes, parent: bytes | None = None
     granted = table.grant(len(keys), claim=who)
     assert granted is not None
     for page, key in zip(granted[0], keys, strict=True):
-        table.seal(page, key, parent)
+        table.seal([(page, key, parent)])
         parent = key
     assert table.problems() == []
     return granted[2]
@@ -193,7 +193,7 @@ def test_victims_are_those_of_a_plain_search(seed: int) -> None:
                 owned[owner] -= 1
                 continue
             parent = rng.choice([None, *sealed]) if rng.random() < 0.7 else None
-            table.seal(page, b"%d" % (number * 100 + page), None if parent is None else table.keys[parent])
+            table.seal([(page, b"%d" % (number * 100 + page), None if parent is None else table.keys[parent])])
             sealed[page] = owner, table._tick, parent
         if sealed and rng.random() < 0.3:
             page = rng.choice(sorted(sealed))
