@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import random
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,9 +92,10 @@ def table(title: str, head: list[str], rows: list[list[str]]) -> None:
 # -- copies --------------------------------------------------------------------------------------
 
 
-def device_pool(slice_bytes: int, pages: int) -> DevicePool:
+def device_pool(slice_bytes: int, pages: int, shard: int | None = None, shards: int | None = None) -> DevicePool:
     row = slice_bytes // PAGE_SIZE
-    layout = PoolLayout(tuple(PlaneSpec(f"p{i}", row, PAGE_SIZE) for i in range(PLANES)), PAGE_SIZE)
+    specs = tuple(PlaneSpec(f"p{i}", row, PAGE_SIZE, shard=shard, shards=shards) for i in range(PLANES))
+    layout = PoolLayout(specs, PAGE_SIZE)
     tensors = [torch.randint(0, 255, (pages * PAGE_SIZE, row), dtype=torch.uint8) for _ in range(PLANES)]
     return DevicePool(layout, tensors)
 
@@ -336,6 +339,122 @@ def _resident_mib(pid: int) -> float:
     return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile")) / 1024
 
 
+# -- one pool for many ---------------------------------------------------------------------------
+
+Pipe = multiprocessing.connection.Connection
+SPAWN = multiprocessing.get_context("spawn")
+STORED_PAGES = 128
+LOOKED_S = 2.0
+
+
+@contextmanager
+def children(work: Callable[..., None], arguments: list[tuple[object, ...]]) -> Iterator[list[Pipe]]:
+    """Run ``work`` in a process for each of ``arguments``; its last argument is the pipe to it."""
+    pipes, processes = [], []
+    for some in arguments:
+        ours, theirs = SPAWN.Pipe()
+        processes.append(SPAWN.Process(target=work, args=(*some, theirs)))
+        pipes.append(ours)
+        processes[-1].start()
+    yield pipes
+    for process in processes:
+        process.join()
+
+
+def _mla_bytes(path: str, world: int) -> int:
+    """Return the bytes of the arena that an MLA pool takes whose latents all ranks hold alike."""
+    with ExitStack() as stack, ThreadPoolExecutor(world) as pool:
+        channels = [stack.enter_context(Channel.open(path, role=Role.WORKER)) for _ in range(world)]
+        planes: list[list[object]] = [[f"latent{layer}", 0, 1, 1152 * PAGE_SIZE, PAGE_SIZE] for layer in range(61)]
+        asked = [_attach(f"mla{world}", rank, world, 33, planes) for rank in range(world)]
+        regions = list(
+            pool.map(lambda pair: pair[0].call("attach", **pair[1])["regions"], zip(channels, asked, strict=True))
+        )
+        found = {region["id"]: region["bytes"] for some in regions for region in some}
+        for channel in channels:
+            channel.call("detach", unmapped=True)
+    return sum(found.values())
+
+
+def _sharer(path: str, rank: int, world: int, together: object, pipe: Pipe) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))  # alone too: ranks do not share cores
+    pool = device_pool(64 << 10, STORED_PAGES, 0, 1)
+    options = {"socket": path, "name": f"store{world}", "pages": "leased", "layout": "page"}
+    with SharedHostMirror(pool, STORED_PAGES + 1, rank=rank, world_size=world, **options) as mirror:
+        pipe.send(None)
+        lease = pipe.recv()
+        pairs = list(zip(torch.randperm(STORED_PAGES).tolist(), lease.pages, strict=True))
+        times = []
+        for _ in range(25):
+            together.wait()
+            begin = time.perf_counter()
+            mirror.store(lease, pairs).wait()
+            times.append(time.perf_counter() - begin)
+        pipe.send(times)
+
+
+def _store_rate(path: str, world: int) -> float:
+    """Return the bytes a second that ranks store together, each its part of the pages."""
+    together = SPAWN.Barrier(world)
+    with children(_sharer, [(path, rank, world, together) for rank in range(world)]) as pipes:
+        for pipe in pipes:
+            pipe.recv()
+        with connect(path, name=f"store{world}") as client:
+            lease = client.lease(STORED_PAGES)
+            for pipe in pipes:
+                pipe.send(lease)
+            slowest = [max(times) for times in zip(*(pipe.recv() for pipe in pipes), strict=True)]
+    return STORED_PAGES * MIB / statistics.median(slowest)
+
+
+def _looker(path: str, engine: str, keys: list[bytes], together: object, pipe: Pipe) -> None:
+    with connect(path, name="looked", engine=engine) as client:
+        together.wait()
+        count, end = 0, time.monotonic() + LOOKED_S
+        while time.monotonic() < end:
+            client.lookup(keys).release()
+            count += 1
+        pipe.send(count)
+
+
+def _lookup_counts(path: str, keys: list[bytes], clients: int) -> list[int]:
+    together = SPAWN.Barrier(clients)
+    work: list[tuple[object, ...]] = [(path, f"client{number}", keys, together) for number in range(clients)]
+    with children(_looker, work) as pipes:
+        return [int(pipe.recv()) for pipe in pipes]
+
+
+def shared() -> None:
+    with daemon("1GiB", "--pin", "none") as served:
+        sizes = {world: _mla_bytes(served.socket, world) for world in (1, 2, 4, 8)}
+        alone, both = _store_rate(served.socket, 1), _store_rate(served.socket, 2)
+        with Channel.open(served.socket, role=Role.WORKER) as worker:
+            worker.call("attach", **_attach("looked", 0, 1, 10_000, [["k", 0, 1, 4096, 16]]))
+            keys = [os.urandom(32) for _ in range(CHAIN)]
+            with connect(served.socket, name="looked") as client:
+                _fill(client, [worker], keys)
+            counts = {clients: _lookup_counts(served.socket, keys, clients) for clients in (1, 2, 4)}
+            worker.call("detach", unmapped=True)
+    rows = [
+        [f"host bytes, MLA, {world} ranks", f"{size / sizes[1]:.2f} of one copy", "1.00"]
+        for world, size in sizes.items()
+    ]
+    rows.append(
+        [
+            "store rate of 2 ranks that share planes",
+            f"{both / alone:.2f} of one rank alone ({alone / 1e9:.1f} GB/s)",
+            "",
+        ]
+    )
+    for clients, found in counts.items():
+        fair = f"the slowest has {min(found) / max(found):.2f} of the fastest"
+        rows.append(
+            [f"lookups of {CHAIN} keys, {clients} clients", f"{sum(found) / LOOKED_S:.0f} a second, {fair}", ""]
+        )
+    table("One pool for many", ["what", "measured", "to reach"], rows)
+
+
 # -- start ---------------------------------------------------------------------------------------
 
 
@@ -373,6 +492,7 @@ def main() -> None:
     copies()
     control()
     load()
+    shared()
     start()
 
 
