@@ -23,6 +23,7 @@ from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.regions import ArenaSpace
 from sharedmirrord.core.transitions import PageState
 from tests.daemon.followers import Followers
+from tests.daemon.table_problems import problems
 
 MIB = 1 << 20
 
@@ -195,9 +196,9 @@ class Driver:
         return effects
 
     def check(self) -> None:
-        problems = [p for pool in self.state.pools.values() if pool.table for p in pool.table.problems()]
-        problems += self.followers.problems(self.state)
-        assert problems == [], problems
+        found = [p for pool in self.state.pools.values() if pool.table for p in problems(pool.table)]
+        found += self.followers.problems(self.state)
+        assert found == [], found
         differences = self.records.differences(self.state)
         assert differences == [], f"records: {differences}"
 

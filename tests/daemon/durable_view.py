@@ -17,6 +17,7 @@ from sharedmirrord.core import shares
 from sharedmirrord.core.model import OpenLease, Pool, SessionState, State
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.transitions import PageState
+from tests.daemon.table_problems import problems
 
 HELD = (PageState.LEASED, PageState.QUARANTINED)
 ALIVE = (SessionState.ATTACHED, SessionState.LOST)
@@ -75,7 +76,7 @@ def _lease(lease: OpenLease) -> dict[str, Any]:
 
 def state_problems(state: State) -> list[str]:
     """Return what breaks an invariant, and what could never come to an end; empty when all is well."""
-    found = [f"pool {p.id}: {text}" for p in state.pools.values() if p.table for text in p.table.problems()]
+    found = [f"pool {p.id}: {text}" for p in state.pools.values() if p.table for text in problems(p.table)]
     for pool in state.pools.values():
         if pool.table is not None:
             found += _table_problems(state, pool, pool.table)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sharedmirrord.core.durable import NO_PAGE
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.transitions import InvalidTransition, PageState
+from tests.daemon.table_problems import problems
 
 
 def sealed(table: PageTable, *keys: bytes, parent: bytes | None = None) -> list[int]:
@@ -40,7 +41,7 @@ def test_a_new_table_leases_all_but_the_null_page() -> None:
     assert granted == ([1, 2, 3, 4], [1, 1, 1, 1], [])
     assert table.grant(1) is None
     assert table.states[0] == PageState.RESERVED
-    assert table.problems() == []
+    assert problems(table) == []
 
 
 def test_each_grant_raises_the_generation() -> None:
@@ -131,7 +132,7 @@ def test_a_page_granted_again_is_no_parent_of_old_children() -> None:
     table.seal([(parent, b"z", None)])
     table.use([child])
     assert evicts(table, 2) == [b"z"]
-    assert table.problems() == []
+    assert problems(table) == []
 
 
 def test_eviction_by_name_takes_a_parent_and_leaves_its_children() -> None:
@@ -175,7 +176,7 @@ def test_a_failed_search_for_victims_changes_nothing(stands_in_the_way: str) -> 
     before = shown(table)
     assert evicts(table, 6, protected) is None
     assert shown(table) == before
-    assert table.problems() == []
+    assert problems(table) == []
     assert evicts(table, 5, protected) == [b"c", b"b", b"z", b"y", b"x"]
 
 
@@ -201,7 +202,7 @@ def test_clear_frees_what_nobody_pins() -> None:
     assert table.states[pages[1]] == PageState.SEALED
     assert table.unpin([pages[1]]) == [pages[1]]
     assert table.counts[PageState.FREE] == 3
-    assert table.problems() == []
+    assert problems(table) == []
 
 
 def test_a_sweep_goes_on_in_steps_and_spares_what_came_back_meanwhile() -> None:
@@ -214,7 +215,7 @@ def test_a_sweep_goes_on_in_steps_and_spares_what_came_back_meanwhile() -> None:
     steps = []
     while table.sweeping:
         steps.append(table.sweep(2))
-        assert table.problems() == []
+        assert problems(table) == []
     assert max(map(len, steps)) == 2
     assert sorted(page for step in steps for page in step) == sorted(pages[1:])
     assert table.index == {b"a": again}
@@ -237,10 +238,10 @@ def test_a_cleared_key_can_be_bound_again_while_the_old_page_is_pinned() -> None
     table.sweep(10)
     (again,) = sealed(table, b"a")
     assert again != parent
-    assert table.problems() == []
+    assert problems(table) == []
     assert table.unpin([parent]) == [parent]
     assert table.index == {b"a": again}
-    assert table.problems() == []
+    assert problems(table) == []
 
 
 def test_a_slot_tells_key_and_parent() -> None:
@@ -296,4 +297,4 @@ def test_eviction_order_is_that_of_a_plain_search(data: st.DataObject) -> None:
     keys = {page: table.keys[page] for page in used}
     victims = _oracle({page: (used[page], parents[page]) for page in used}, pinned, wanted)
     assert evicts(table, wanted) == (None if victims is None else [keys[page] for page in victims])
-    assert table.problems() == []
+    assert problems(table) == []

@@ -14,6 +14,7 @@ from sharedmirrord.core.report import report
 from sharedmirrord.core.shares import Claim
 from tests.daemon.core_driver import Driver, Engine
 from tests.daemon.durable_driver import DurableDriver
+from tests.daemon.table_problems import problems
 
 A, B, C = 1, 2, 3
 
@@ -29,7 +30,7 @@ def fill(table: PageTable, who: Claim, *keys: bytes, parent: bytes | None = None
     for page, key in zip(granted[0], keys, strict=True):
         table.seal([(page, key, parent)])
         parent = key
-    assert table.problems() == []
+    assert problems(table) == []
     return granted[2]
 
 
@@ -40,7 +41,7 @@ def singles(table: PageTable, who: Claim, *keys: bytes) -> list[bytes]:
 
 def evicted(table: PageTable, wanted: int, who: Claim) -> list[bytes] | None:
     granted = table.grant(wanted, claim=who)
-    assert table.problems() == []
+    assert problems(table) == []
     return None if granted is None else granted[2]
 
 
@@ -207,7 +208,7 @@ def test_victims_are_those_of_a_plain_search(seed: int) -> None:
             page = rng.choice(sorted(leaves))
             table.evict(page)
             owned[sealed.pop(page)[0]] -= 1
-        assert table.problems() == []
+        assert problems(table) == []
         assert Counter(table.owned) == +owned
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.transitions import TRANSITIONS, InvalidTransition, PageEvent, PageState
+from tests.daemon.table_problems import problems
 
 FREE, LEASED, SEALED, QUARANTINED, RESERVED = PageState
 
@@ -33,7 +34,7 @@ def test_the_null_page_stays_reserved() -> None:
     table.set_limit(0)
     table.withdraw()
     assert list(table.states) == [RESERVED] * 6
-    assert table.problems() == []
+    assert problems(table) == []
 
 
 def test_pages_that_are_to_be_withdrawn_are_not_granted() -> None:
@@ -50,7 +51,7 @@ def test_pages_that_are_to_be_withdrawn_are_not_granted() -> None:
     table.set_limit(6)
     table.provide(1, 4)
     assert list(table.states) == [RESERVED, FREE, FREE, FREE, RESERVED, RESERVED]
-    assert table.problems() == []
+    assert problems(table) == []
     assert table.grant(3) == ([1, 2, 3], [2, 2, 1], [])
 
 
@@ -97,7 +98,7 @@ def test_acts_follow_the_table(act: str, state: PageState) -> None:
             do(table)
         assert caught.value.page == 1
         assert table.states[1] == state
-    assert table.problems() == []
+    assert problems(table) == []
 
 
 def test_every_event_says_what_it_is() -> None:

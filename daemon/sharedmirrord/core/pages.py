@@ -23,8 +23,8 @@ from sharedmirrord.core.shares import NOBODY, Claim, Givers
 from sharedmirrord.core.transitions import TRANSITIONS, InvalidTransition, PageEvent, PageState
 
 _FREE, _LEASED, _SEALED, _RESERVED = PageState.FREE, PageState.LEASED, PageState.SEALED, PageState.RESERVED
-_PAGE_BITS = 32
-_PAGE_MASK = (1 << _PAGE_BITS) - 1
+PAGE_BITS = 32
+PAGE_MASK = (1 << PAGE_BITS) - 1
 _SCAN_PAGES = 16384
 """Looked at in one call of ``readable``: about a millisecond of work."""
 _TIDY_AT = 64
@@ -440,13 +440,13 @@ class PageTable:
             if heap is None:
                 heap = self._heaps[self._owners[page]] = []
             self._queued[page] = used
-            heapq.heappush(heap, used << _PAGE_BITS | page)
+            heapq.heappush(heap, used << PAGE_BITS | page)
 
     def _tidy(self, owner: int) -> None:
         """Take dead entries out of an order, once they are the most of it: evictions by name leave them."""
         heap = self._heaps.get(owner, [])
         if len(heap) > _TIDY_AT + 2 * self.owned.get(owner, 0):
-            heap[:] = [entry for entry in heap if self._queued[entry & _PAGE_MASK] == entry >> _PAGE_BITS]
+            heap[:] = [entry for entry in heap if self._queued[entry & PAGE_MASK] == entry >> PAGE_BITS]
             heapq.heapify(heap)
 
     def _heads(self, givers: Givers) -> _Heads:
@@ -470,13 +470,13 @@ class PageTable:
                     heapq.heappush(heads, (heap[0], owner))
                     break
                 entry = heapq.heappop(heap)
-                page = entry & _PAGE_MASK
-                if queued[page] != entry >> _PAGE_BITS:
+                page = entry & PAGE_MASK
+                if queued[page] != entry >> PAGE_BITS:
                     continue  # the page was evicted by name
                 queued[page] = 0
                 if not self._evictable(page) or self.index.get(self.keys[page] or b"") != page:
                     continue  # in use again, or cleared
-                if entry >> _PAGE_BITS == used[page]:
+                if entry >> PAGE_BITS == used[page]:
                     yield page
                 else:
                     self._queue(page)
@@ -583,7 +583,7 @@ class PageTable:
             self._used[page] = 1
             self._queue(page)
 
-    # -- what is durable, and what must hold -----------------------------------------------------
+    # -- what is durable ---------------------------------------------------------------------------
 
     def slot(self, page: int, number: int) -> Slot:
         """Return the durable words of a page that just was sealed or freed."""
@@ -596,57 +596,3 @@ class PageTable:
             self._parents[page],
             self._parent_generations[page],
         )
-
-    def problems(self) -> list[str]:
-        """Return what breaks the table's invariants; empty when all is well. Slow: for tests."""
-        found = [
-            f"1: count of {state.name} is {self.counts[state]}, table has {self.states.count(state)}"
-            for state in PageState
-            if self.counts[state] != self.states.count(state)
-        ]
-        if sum(self.counts) != self.pages:
-            found.append("1: counts do not sum to the page count")
-        if sorted([*self._free, *self._beyond]) != [p for p in range(self.pages) if self.states[p] == _FREE]:
-            found.append("2: the free list is not the free pages")
-        if max(self._free, default=-1) >= self.limit or min(self._beyond, default=self.limit) < self.limit:
-            found.append(f"2: a page from {self.limit} on can be granted, or one before it cannot")
-        found += [
-            f"5: key of page {page} leads to a page that is {PageState(self.states[page]).name}"
-            for key, page in self.index.items()
-            if self.states[page] != _SEALED or self.keys[page] != key
-        ]
-        found += [f"6: pinned page {page} is not sealed" for page in self.pins if self.states[page] != _SEALED]
-        children = [0] * self.pages
-        for page in range(self.pages):
-            parent = self._parent(page) if self.states[page] == _SEALED else None
-            if parent is not None:
-                children[parent] += 1
-        found += [
-            f"page {page} counts {self._children[page]} children and has {children[page]}"
-            for page in range(self.pages)
-            if self.index.get(self.keys[page] or b"") == page and self._children[page] != children[page]
-        ]
-        return found + self._order_problems()
-
-    def _order_problems(self) -> list[str]:
-        charged = Counter(
-            self._owners[page]
-            for page in range(self.pages)
-            if self.states[page] not in (PageState.FREE, PageState.RESERVED)
-        )
-        found = [] if charged == self.owned else [f"owners have {dict(charged)} pages, counted are {self.owned}"]
-        living = Counter(
-            (owner, entry & _PAGE_MASK)
-            for owner, heap in self._heaps.items()
-            for entry in heap
-            if self._queued[entry & _PAGE_MASK] == entry >> _PAGE_BITS
-        )
-        found += [f"page {page} is queued {count} times" for (_, page), count in living.items() if count > 1]
-        found += [
-            f"evictable page {page} is not queued"
-            for page in range(self.pages)
-            if self._evictable(page)
-            and self.index.get(self.keys[page] or b"") == page
-            and (self._owners[page], page) not in living
-        ]
-        return found
