@@ -132,6 +132,8 @@ class Loop:
             if self.random.random() < 0.3:
                 failpoint = f"{self.random.choice(RECOVERY_FAILPOINTS)}=kill"
         environment["SHAREDMIRROR_FAILPOINTS"] = failpoint
+        if self.harm and self.daemon.starts > 1 and self.random.random() < 0.3:
+            time.sleep(self.random.uniform(0.2, 1.0))  # engines go on reading meanwhile
         line = [sys.executable, "-m", "sharedmirrord", "--memory", "16MiB", "--pin", "none"]
         with open(self.log_path, "ab") as log:
             process = subprocess.Popen([*line, "--socket", self.stage.socket], stderr=log, env=environment)

@@ -17,7 +17,7 @@ from crash_stage import GROUP_KEYS, GROUPS, PATIENCE_S, POOL, RANKS, Stage
 
 from sharedmirror.control import Client, connect
 from sharedmirror.errors import SharedMirrorError, StaleLease
-from sharedmirror.types import KeyState, Lease
+from sharedmirror.types import AWAY_HITS, KeyState, Lease
 
 
 class WorkerLost(Exception):
@@ -52,7 +52,8 @@ class Scheduler:
     def run(self) -> None:
         works = [self._publish, self._read, self._evict, self._ask]
         while not self.stopped:
-            work = self.random.choices(works, [5, 6, 1, 1])[0]
+            # Reading needs no daemon.
+            work = self.random.choices(works, [1, 20, 0, 0] if self.client._channel.lost else [5, 6, 1, 1])[0]
             try:
                 self._meet()
                 work()
@@ -62,7 +63,7 @@ class Scheduler:
                 time.sleep(0.02)
             except SharedMirrorError as error:
                 self.stage.count(**{f"refused:{error.code}": 1})
-                if error.code not in ("no_pages", "ranks_missing"):
+                if error.code not in ("no_pages", "ranks_missing", "not_resumed"):
                     self.stage.violation(f"{self.name}: {work.__name__}: {type(error).__name__}: {error.message}")
                 time.sleep(0.02)
         self._audit()
@@ -177,6 +178,10 @@ class Scheduler:
             if self.random.random() < 0.2:
                 time.sleep(self.random.uniform(0, 1.0))
                 self._tell("load", hit, keys)
+            if hit.id >= AWAY_HITS:
+                self.stage.count(**{"hits without a daemon": 1})
+                if self.random.random() < 0.8:
+                    return
             found = [key for page, key in zip(hit.pages, keys, strict=False) if page >= 0]
             lost = [k for k, s in zip(found, self.client.contains(found), strict=True) if s is not KeyState.HIT]
             if lost:
