@@ -71,9 +71,9 @@ class Records:
             "marks": {number: packed(pool.marks()) for number, pool in ready.items()},
             "hit": {number: packed(hit.record()) for number, hit in state.hits.items()},
             "commit": {
-                lease.id << 16 | rank: packed(bits.to_bytes((bits.bit_length() + 7) // 8, "little"))
+                lease.id << 16 | rank: packed(lease.commit_record(rank))
                 for lease in state.leases.values()
-                for rank, bits in lease.committed.items()
+                for rank in lease.committed
             },
         }
         found = [

@@ -70,6 +70,7 @@ def _lease(lease: OpenLease) -> dict[str, Any]:
         "keys": [[lease.keys[at], lease.parents[at] if lease.keys[at] else None] for at in pages],
         "keyed": lease.keyed & lease.open,
         "revoked": lease.revoked & lease.open,
+        "checks": {at: said for at, said in lease.checks.items() if lease.open >> at[0] & 1},
         "committed": {rank: done & lease.open for rank, done in lease.committed.items() if done & lease.open},
     }
 

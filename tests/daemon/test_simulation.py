@@ -16,7 +16,7 @@ from sharedmirror.errors import InstanceChanged
 from sharedmirrord.core import away, changes, growth, hits, leases, machine, room, sessions
 from sharedmirrord.core.durable import Put
 from sharedmirrord.core.elastic import Elastic
-from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Pool, Session, State, pack_bits
+from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Pool, Session, State
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.transitions import TRANSITIONS, PageEvent, PageState
 from sharedmirrord.index import IndexWriter
@@ -153,7 +153,7 @@ def a_commit_counts_for_the_next_rank_too(patch: pytest.MonkeyPatch) -> None:
         for rank in lease.writers:
             if rank != session.rank:
                 lease.committed[rank] = lease.committed.get(rank, 0) | bits
-                out.writes.append(Put("commit", lease.id << 16 | rank, pack_bits(lease.committed[rank])))
+                out.writes.append(Put("commit", lease.id << 16 | rank, lease.commit_record(rank)))
         return commit(state, session, arguments, now, out)
 
     patch.setitem(machine.MUTATING, "commit", wrong)

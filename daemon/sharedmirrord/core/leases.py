@@ -36,7 +36,6 @@ from sharedmirrord.core.model import (
     SessionState,
     State,
     each_bit,
-    pack_bits,
 )
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.shares import Claim, may_hold, pages_to_hold
@@ -292,7 +291,7 @@ def commit(state: State, session: Session, arguments: dict[str, Any], now: float
     lease.committed[session.rank] = total
     done = settle(state, lease, out)
     if lease.open:
-        out.writes.append(Put("commit", _commit_id(lease.id, session.rank), pack_bits(total)))
+        out.writes.append(Put("commit", _commit_id(lease.id, session.rank), lease.commit_record(session.rank)))
     return _answer(lease, bits, done)
 
 

@@ -297,6 +297,11 @@ class OpenLease:
             "revoked": pack_bits(self.revoked),
         }
 
+    def commit_record(self, rank: int) -> list[Any]:
+        """Return the durable form of a rank's commits, and of the checksums that it was the first to give."""
+        said = [[*at, checksum] for at, (checksum, first) in self.checks.items() if first == rank]
+        return [pack_bits(self.committed.get(rank, 0)), said]
+
 
 @dataclass
 class OpenHit:

@@ -336,9 +336,11 @@ class _Recovery:
 
     def _evidence(self, lease: OpenLease) -> None:
         for rank, writer in lease.writers.items():
-            bits = self._records.get(("commit", lease.id << 16 | rank))
-            if bits is not None:
+            record = self._records.get(("commit", lease.id << 16 | rank))
+            if record is not None:
+                bits, said = record
                 lease.committed[rank] = int.from_bytes(bits, "little") & lease.full
+                lease.checks |= {(position, region): (checksum, rank) for position, region, checksum in said}
             session = self._state.sessions.get(writer)
             _must(session is None or session.rank == rank, f"lease {lease.id} has another process as its rank {rank}")
             if session is None or not session.may_copy:
