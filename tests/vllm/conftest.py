@@ -9,6 +9,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,22 +23,57 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
 HERE = Path(__file__).parent
-PATIENCE_S = 180.0
+PATIENCE_S = 240.0
+PAUSE_S = 0.02
+FAREWELL_S = 30.0
+VLLMS_OWN = ("psm_", "sem.", "vllm_")
 BLOCK = 32
 
 
-class Engine:
-    """A running ``engine_process.py``."""
+class Template:
+    """A running ``engine_process.py``, which has imported vLLM and forks engines."""
 
-    def __init__(self, settings: dict[str, Any], log: Path, environment: dict[str, str]) -> None:
-        self._log = log
-        with open(log, "wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "engine_process.py"), json.dumps(settings)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(HERE), **environment},
-            )  # fmt: skip
+    def __init__(self) -> None:
+        # One thread an engine: the machine's cores are for the engines and daemons of a test.
+        environment = {
+            "PYTHONPATH": str(HERE), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine_process.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environment,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n"
+
+    def fork(self, settings: dict[str, Any]) -> None:
+        """Begin an engine."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End the template; its engines have ended."""
+        self._process.communicate(timeout=PATIENCE_S)
+
+
+class Engine:
+    """A real vLLM engine in a process of its own."""
+
+    def __init__(self, template: Template, settings: dict[str, Any], directory: Path, name: str) -> None:
+        self._log = directory / f"{name}.log"
+        self._fault = directory / f"{name}.fault"
+        self._shared_memory: set[int] = set()
         self._buffer = b""
+        path = str(directory / name)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            listener.settimeout(PATIENCE_S)
+            environment = {"FAULT": str(self._fault), **settings.pop("environment")}
+            template.fork({"socket": path, "log": str(self._log), "environment": environment, **settings})
+            self._connection = listener.accept()[0]
+        self.pid = int(self.answer()["pid"])
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -45,20 +81,18 @@ class Engine:
     def started(self) -> Engine:
         """Wait until the engine is up."""
         self.start_s = float(self.answer()["start_s"])
+        self._look()
         return self
 
     def send(self, do: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
+        self._connection.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def answer(self) -> Any:
-        assert self.process.stdout is not None
-        fd, deadline = self.process.stdout.fileno(), time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while b"\n" not in self._buffer:
-            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                pytest.fail(f"the engine does not answer: {self.log()[-4000:]}")
-            data = os.read(fd, 1 << 16)
+            if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                pytest.fail(f"the engine does not answer: {self.log()[-6000:]}")
+            data = self._connection.recv(1 << 16)
             if not data:
                 pytest.fail(f"the engine ended: {self.log()[-6000:]}")
             self._buffer += data
@@ -80,6 +114,10 @@ class Engine:
         """Return the prompt tokens that came out of the tier."""
         return int(self.metric("external_prefix_cache_hits"))
 
+    def fault(self, name: str) -> None:
+        """Have the loads of a "faulty" engine go wrong from now on; see faults.py. "" ends it."""
+        self._fault.write_text(name)
+
     def processes(self) -> list[int]:
         """Return the processes of the engine's tree: those of its Unix session."""
         found = []
@@ -87,42 +125,78 @@ class Engine:
             with contextlib.suppress(OSError):
                 # Behind the name, which may hold anything: state, parent, group, session.
                 fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.process.pid and fields[0] not in "ZX":
+                if int(fields[3]) == self.pid and fields[0] not in "ZX":
                     found.append(int(entry))
         return found
 
     def kill(self) -> None:
         """SIGKILL the whole tree."""
-        while pids := self.processes():
+        while pids := self._look():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
-        self.process.wait(PATIENCE_S)
+            time.sleep(PAUSE_S)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the whole tree, as a service manager does, and wait until it has ended."""
+        self._look()
+        os.killpg(self.pid, signal.SIGTERM)
+        self.wait()
+
+    def begin_stop(self) -> None:
+        """End the engine as an operator would, without waiting."""
+        self._look()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
 
     def stop(self) -> None:
         """End the engine as an operator would."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(60)
+        self.begin_stop()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the whole tree has ended."""
+        if not self._ends_within(PATIENCE_S):
+            pytest.fail(f"the engine does not end: {self.log()[-6000:]}")
+
+    def _ends_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.processes():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(PAUSE_S)
+        return True
 
     def finish(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            if self.process.poll() is None:
-                self.stop()
+        """End what is left of the engine, and remove what vLLM leaves behind where it is killed."""
+        self.begin_stop()
+        self._ends_within(FAREWELL_S)
         self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
+        self._connection.close()
+        for entry in os.scandir("/dev/shm"):
+            if entry.name.startswith(VLLMS_OWN) and entry.inode() in self._shared_memory:
+                os.unlink(entry.path)
+
+    def _look(self) -> list[int]:
+        """Return the tree's processes, and note vLLM's own shared memory: what they have mapped is theirs."""
+        pids = self.processes()
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    # Address, rights, offset, device, inode, name. A semaphore's name is not that in the folder.
+                    fields = line.split(maxsplit=5)
+                    if len(fields) == 6 and fields[5].startswith("/dev/shm/"):
+                        self._shared_memory.add(int(fields[4]))
+        return pids
 
 
 class Engines:
     """Starts engines and ends them."""
 
-    def __init__(self, directory: Path, socket: str) -> None:
-        self.directory = directory
+    def __init__(self, template: Template, directory: Path, socket: str, models: Path) -> None:
+        self._template = template
+        self._directory = directory
+        self._models = models
         self.socket = socket
         self.engines: list[Engine] = []
 
@@ -137,9 +211,12 @@ class Engines:
         **llm: Any,
     ) -> Engine:
         """Start an engine without waiting; ``tier`` is None, "shared", "stock" or "faulty"."""
-        extra = {"socket": self.socket, "num_host_pages": 1200, "call_timeout_s": 2.0, **(extra or {})}
+        # A slow machine shall not cost hits.
+        patience = {"call_timeout_s": 5.0, "attach_wait_s": PATIENCE_S}
+        extra = {"socket": self.socket, "num_host_pages": 1200, **patience, **(extra or {})}
         settings = {
             "in_process": in_process,
+            "environment": environment or {},
             "llm": {
                 "model": self.model(model), "skip_tokenizer_init": True, "dtype": "float32", "block_size": BLOCK,
                 "max_model_len": 1024, "num_gpu_blocks_override": 64, "enforce_eager": True,
@@ -147,9 +224,7 @@ class Engines:
                 "kv_transfer_config": self._connector(tier, extra),
             } | llm,
         }  # fmt: skip
-        base = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        log = self.directory / f"engine{len(self.engines)}.log"
-        engine = Engine(settings, log, base | (environment or {}))
+        engine = Engine(self._template, settings, self._directory, f"engine{len(self.engines)}")
         self.engines.append(engine)
         return engine
 
@@ -158,9 +233,11 @@ class Engines:
         return self.begin(tier, **settings).started()
 
     def model(self, kind: str) -> str:
+        """Return the directory of a small model, written by the first who asks."""
         from tests.vllm.tiny_model import write_model
 
-        return write_model(self.directory / kind, kind)
+        directory = self._models / kind
+        return str(directory) if directory.exists() else write_model(directory, kind)
 
     def _connector(self, tier: str | None, extra: dict[str, Any]) -> dict[str, Any] | None:
         if tier is None:
@@ -181,13 +258,28 @@ class Engines:
         with contextlib.ExitStack() as stack:
             for engine in self.engines:
                 stack.callback(engine.finish)
+            for engine in self.engines:
+                engine.begin_stop()
+
+
+@pytest.fixture(scope="session")
+def template() -> Iterator[Template]:
+    """The process that engines are forked from."""
+    template = Template()
+    yield template
+    template.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the small models are."""
+    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture
-def engines(start: Any, tmp_path: Path) -> Iterator[Engines]:
+def engines(template: Template, models: Path, start: Any) -> Iterator[Engines]:
     """Start engines that use the socket of ``start``'s daemons."""
-    before = set(os.listdir("/dev/shm"))
-    engines = Engines(tmp_path, start.path())
+    engines = Engines(template, start.directory, start.path(), models)
     try:
         yield engines
     finally:
@@ -195,11 +287,6 @@ def engines(start: Any, tmp_path: Path) -> Iterator[Engines]:
         for daemon in start.daemons:
             if daemon.process.poll() is None:
                 daemon.wait_status(lambda status: not status["sessions"], "no session is left")
-        # A killed engine leaves vLLM's own names behind.
-        for name in set(os.listdir("/dev/shm")) - before:
-            if name.startswith(("psm_", "sem.mp-")):
-                with contextlib.suppress(OSError):
-                    os.unlink(f"/dev/shm/{name}")
 
 
 @pytest.fixture

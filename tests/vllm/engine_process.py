@@ -1,33 +1,76 @@
-"""A real vLLM engine in a process of its own, told by lines of JSON what to do.
+"""Real vLLM engines, each in a process of its own, told by lines of JSON what to do.
 
-Run as ``engine_process.py SETTINGS``; ``SETTINGS`` is JSON: ``llm`` (arguments of ``vllm.LLM``) and
-``in_process``. Each line on stdin is ``{"do": name, ...}``, each line on stdout an answer; vLLM's own
-words go to stderr.
+Importing vLLM takes longer than starting a small engine, so one process imports it and forks an engine for each
+line on its stdin: ``{"socket": path, "log": path, "environment": {...}, "in_process": bool, "llm": {...}}``. The
+engine connects to the socket and says its pid. Then each line ``{"do": name, ...}`` gets a line as an answer; the
+end of the lines ends the engine. vLLM's own words go to the log.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import os
+import signal
+import socket
 import sys
 import time
+import traceback
 from typing import Any
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """Fork an engine for each line."""
+    from vllm import LLM  # noqa: F401
+
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody else reaps the engines
+    for line in sys.stdin:
+        if os.fork() == 0:
+            code = 1
+            try:
+                serve(json.loads(line))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                # Taking the interpreter apart takes longer than all of the engine's own end.
+                sys.stderr.flush()
+                os._exit(code)
+
+
+def serve(settings: dict[str, Any]) -> None:
+    """Be one engine, in a Unix session of its own."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    with open(os.devnull) as nothing, open(settings["log"], "w") as log:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update(settings["environment"])
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if settings["in_process"] else "1"
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(settings["socket"])
+        with connection.makefile("rw") as lines:
+            obey(lines, settings["llm"])
+
+
+def obey(lines: Any, llm: dict[str, Any]) -> None:
+    """Start the engine, do what the lines say, and end it."""
     from vllm import LLM
 
+    def answer(body: object) -> None:
+        lines.write(json.dumps(body) + "\n")
+        lines.flush()
+
+    answer({"pid": os.getpid()})
     begun = time.monotonic()
-    engine = Engine(LLM(**settings["llm"]))
-    print(json.dumps({"start_s": time.monotonic() - begun, "pid": os.getpid()}), file=answers, flush=True)
-    for line in sys.stdin:
+    engine = Engine(LLM(**llm))
+    answer({"start_s": time.monotonic() - begun})
+    for line in lines:
         order = json.loads(line)
-        answer = getattr(engine, order.pop("do"))(**order)
-        print(json.dumps(answer), file=answers, flush=True)
+        answer(getattr(engine, order.pop("do"))(**order))
     engine.llm.llm_engine.engine_core.shutdown()
 
 
@@ -37,6 +80,7 @@ class Engine:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self._number = 0
+        self._published: list[Any] = []
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 8) -> dict[str, Any]:
         """Return the greedy tokens of each prompt, and how many tokens came out of which cache."""
@@ -67,6 +111,27 @@ class Engine:
     def reset(self, connector: bool, running: bool = False) -> bool:
         """Reset the prefix cache, and with ``connector`` the tier."""
         return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+
+    def sleep(self, level: int) -> None:
+        """Put the engine to sleep; aborts what is under way."""
+        self.llm.sleep(level=level)
+
+    def wake(self, tags: list[str] | None) -> None:
+        """Wake the engine."""
+        self.llm.wake_up(tags)
+
+    def watch_events(self) -> None:
+        """Note from now on what vLLM publishes of its caches."""
+        publisher = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_event_publisher
+        publisher.publish = lambda batch: self._published.extend(batch.events)
+
+    def events(self) -> dict[str, Any]:
+        """Return how many of the tier's events were published, and the block sizes that they name."""
+        ours = [event for event in self._published if getattr(event, "medium", None) == "CPU"]
+        counts: dict[str, Any] = dict(collections.Counter(type(event).__name__ for event in ours))
+        stored = [event for event in ours if type(event).__name__ == "BlockStored"]
+        sizes = {len(event.token_ids) // len(event.block_hashes) for event in stored}
+        return counts | {"tokens of a block": sorted(sizes)}
 
     def add(self, prompts: list[list[int]], max_tokens: int = 8) -> list[str]:
         """Add requests without running them."""

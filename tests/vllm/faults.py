@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from sharedmirror.errors import CopyError
@@ -14,18 +15,20 @@ __all__ = ["FaultyConnector", "SharedMirrorOffloadingSpec"]
 
 
 class FaultyConnector(SharedMirrorConnector):
-    """``FAULT`` says what goes wrong with loads: "nothing" copies nothing and reports success.
+    """The file that ``FAULT`` names says what goes wrong with loads; without it all is well.
 
-    "fail" fails every second load, "fail_rank_1" those of rank 1, "slow" takes its time.
+    "nothing" copies nothing and reports success, "nothing of group 1" only of that cache group, "fail" fails every
+    second load, "fail_rank_1" those of rank 1, "slow" takes its time.
     """
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         worker: Any = self._worker()
-        copy_in, fault, seen = worker._copy_in, os.environ["FAULT"], [0]
+        copy_in, groups, seen = worker._copy_in, worker._groups, [0]
         rank = worker._keeper._config.parallel.rank
 
         def faulty(job: Any, transfers: list[Any]) -> None:
+            fault = Path(os.environ["FAULT"]).read_text() if os.path.exists(os.environ["FAULT"]) else ""
             seen[0] += 1
             if fault == "nothing":
                 return
@@ -33,6 +36,9 @@ class FaultyConnector(SharedMirrorConnector):
                 raise CopyError("a fault on purpose")
             if fault == "slow":
                 time.sleep(0.3)
+            left_out = int(fault.rpartition(" ")[2]) if fault.startswith("nothing of group") else -1
+            worker._groups = lambda job: (group for group in groups(job) if group[0] != left_out)
             copy_in(job, transfers)
+            worker._groups = groups
 
         worker._copy_in = faulty

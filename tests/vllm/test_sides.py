@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,7 @@ from tests.vllm.test_parts import config
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 BLOCKS, BYTES, PAD = 64, 96, 32
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class Tier:
@@ -46,7 +48,8 @@ class Tier:
             groups=tuple(OffloadingGroupConfig(16, names, g) for g, names in enumerate(layers)),
             parallel=config().parallel.__class__(0, 1, 1, 1, 1, 1, 0, 1, None, False),
         )
-        rows = [torch.randint(-128, 127, (BLOCKS, BYTES + PAD), dtype=torch.int8) for _ in range(2 * groups)]
+        shape = (BLOCKS, BYTES + PAD)
+        rows = [torch.randint(-128, 127, shape, dtype=torch.int8, device=DEVICE) for _ in range(2 * groups)]
         self.rows = rows
         tensors = [CanonicalKVCacheTensor(tensor, BYTES + PAD) for tensor in rows]
         refs = [[CanonicalKVCacheRef(2 * g + at, BYTES) for at in range(2)] for g in range(groups)]
@@ -54,7 +57,7 @@ class Tier:
         names = [f"p{g}" for g in range(groups)]
         pools = [device_pool(caches, refs[g], self.config, g) for g in range(groups)]
         self.keeper = MirrorKeeper(pools, names, self.config, name, "", self.options)
-        self.worker = SharedMirrorWorker(self.keeper, torch.device("cpu"), 1, self.options)
+        self.worker = SharedMirrorWorker(self.keeper, DEVICE, 1, self.options)
         self.links = [PoolLink(each, name, self.options) for each in names]
         for link in self.links:
             link.wait(10)
@@ -272,6 +275,31 @@ def test_a_load_that_is_late_is_not_begun(tiers: Any) -> None:
     assert tier.load(context, some, tier.spec([8, 9]))
     assert tier.worker.take_failed() == {"a"}
     assert torch.equal(tier.rows[0], before)
+
+
+def test_the_stock_connector_loads_late_rather_than_never(tiers: Any) -> None:
+    tier, some = tiers(load_timeout_s=0.0), keys(2)
+    context = tier.request("a", some)
+    tier.store(context, some, tier.spec([0, 1]))
+    assert ask(tier, context, some) == [HIT] * 2
+    assert tier.load(context, some, tier.spec([8, 9])), "a failure would end the engine"
+    assert torch.equal(tier.rows[0][8:10, :BYTES], tier.rows[0][0:2, :BYTES])
+
+
+def test_a_daemon_that_hangs_costs_one_deadline(tiers: Any, daemon: Any, wait_until: Any) -> None:
+    tier, some = tiers(call_timeout_s=0.2), keys(4)
+    tier.store(tier.request("a", some), some, tier.spec([0, 1, 2, 3]))
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        for name in ("b", "c"):
+            assert ask(tier, tier.request(name, some), some[:1]) == [MISS]
+            assert tier.manager.prepare_store(keys(4, seed=1), tier.request(name, some)).keys_to_store == []
+        assert tier.count(Metric.FAILED_CALLS) == 1, "nobody asks again before it is back"
+        assert tier.count(Metric.UP) == 0
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    wait_until(lambda: tier.links[0].usable, "the link is back")
+    assert ask(tier, tier.request("d", some), some) == [HIT] * 4
 
 
 def test_no_daemon(start: Any) -> None:

@@ -26,29 +26,33 @@ _COMMON = {
 def write_model(directory: Path, kind: str = "llama", *, layers: int = 4, seed: int = 1) -> str:
     """Write config and weights; return the directory as a model name.
 
-    ``kind`` is "llama", "gemma" (every third layer has full attention, the others a window of 64 tokens)
-    or "mla" (DeepSeek's latents).
+    ``kind`` is "llama", "gemma" (every third layer has full attention, the others a window of 64 tokens),
+    "mla" (DeepSeek's latents) or "lfm" (every second layer is a convolution with a state).
     """
     directory.mkdir(parents=True, exist_ok=True)
-    config, shapes = {"llama": _llama, "gemma": _gemma, "mla": _mla}[kind](layers)
+    config, shapes = {"llama": _llama, "gemma": _gemma, "mla": _mla, "lfm": _lfm}[kind](layers)
     (directory / "config.json").write_text(json.dumps(_COMMON | {"num_hidden_layers": layers} | config))
     generator = torch.Generator().manual_seed(seed)
-    # Gemma adds one to a norm's weight.
-    norm = torch.zeros if kind == "gemma" else torch.ones
     weights = {
-        # Tied to the output, a large embedding would repeat the last token, whatever attention says.
-        name: norm(shape) if len(shape) == 1 else _matrix(name, shape, generator, kind == "gemma")
+        name: _norm(name, shape, kind) if len(shape) == 1 else _matrix(name, shape, generator, kind)
         for name, shape in shapes.items()
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
 
 
-def _matrix(name: str, shape: tuple[int, ...], generator: torch.Generator, small_embedding: bool) -> torch.Tensor:
-    gain = 2.0 if "v_proj" in name or "o_proj" in name else 1.5 if "attn" in name else 1.0
-    spread = gain * float(shape[1]) ** -0.5
+def _norm(name: str, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+    if kind == "gemma":  # It adds one.
+        return torch.zeros(shape)
+    return torch.full(shape, 4.0 if "q_layernorm" in name else 1.0)
+
+
+def _matrix(name: str, shape: tuple[int, ...], generator: torch.Generator, kind: str) -> torch.Tensor:
+    gain = 2.0 if "v_proj" in name or "o_proj" in name or "out_proj" in name else 1.5 if "attn" in name else 1.0
+    spread = gain * float(shape[-1]) ** -0.5
     if "embed" in name:
-        spread = 0.01 if small_embedding else 1.0
+        # Tied to the output, a large embedding would repeat the last token, whatever attention says.
+        spread = 0.01 if kind == "gemma" else 1.0
     return torch.randn(*shape, generator=generator).mul(spread)
 
 
@@ -93,6 +97,40 @@ def _mla(layers: int) -> tuple[dict[str, Any], Shapes]:
         "self_attn.o_proj": (_HIDDEN, _HEADS * value),
     }
     return config, _shapes(layers, attention)
+
+
+def _lfm(layers: int) -> tuple[dict[str, Any], Shapes]:
+    kernel = 4
+    config = {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_key_value_heads": _KV_HEADS,
+        "block_dim": _HIDDEN, "block_ff_dim": _INNER, "block_auto_adjust_ff_dim": False, "block_multiple_of": 64,
+        "conv_dim": _HIDDEN, "conv_dim_out": _HIDDEN, "conv_L_cache": kernel, "conv_bias": False, "norm_eps": 1e-6,
+        "tie_embedding": False,
+        "layer_types": ["full_attention" if layer % 2 else "conv" for layer in range(layers)],
+    }  # fmt: skip
+    convolution: Shapes = {
+        "conv.conv": (_HIDDEN, 1, kernel),
+        "conv.in_proj": (3 * _HIDDEN, _HIDDEN),
+        "conv.out_proj": (_HIDDEN, _HIDDEN),
+    }
+    attention: Shapes = {name.replace("o_proj", "out_proj"): shape for name, shape in _attention().items()}
+    attention |= {"self_attn.q_layernorm": (_HEAD,), "self_attn.k_layernorm": (_HEAD,)}
+    common: Shapes = {
+        "operator_norm": (_HIDDEN,),
+        "ffn_norm": (_HIDDEN,),
+        "feed_forward.w1": (_INNER, _HIDDEN),
+        "feed_forward.w3": (_INNER, _HIDDEN),
+        "feed_forward.w2": (_HIDDEN, _INNER),
+    }
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, _HIDDEN),
+        "model.embedding_norm.weight": (_HIDDEN,),
+        "lm_head.weight": (VOCABULARY, _HIDDEN),
+    }
+    for layer in range(layers):
+        of_the_layer = common | (attention if layer % 2 else convolution)
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_the_layer.items()}
+    return config, shapes
 
 
 def _attention() -> Shapes:

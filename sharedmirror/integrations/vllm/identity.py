@@ -104,6 +104,7 @@ def _facts(config: OffloadingConfig, options: Options) -> dict[str, Any]:
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": config.cache.blocks_per_chunk,
         "groups": [[group.group_id, group.tokens_per_block] for group in config.groups],
+        "kv_layout": config.kv_cache_layout,
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "weights": _weights(announced()),
         "checkpoint": _checkpoint(config.model.name, announced()),
@@ -112,12 +113,16 @@ def _facts(config: OffloadingConfig, options: Options) -> dict[str, Any]:
 
 
 def _weights(vllm_config: Any) -> list[str] | None:
-    """Return what tells models of one name apart, as far as the configuration knows."""
+    """Return what tells models of one name apart, and their pages and keys, as far as the configuration knows."""
     if vllm_config is None:
         return None
     model = vllm_config.model_config
     shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()
-    return [str(model.revision), str(model.quantization), str(model.dtype), shape]
+    settings = (
+        model.revision, model.quantization, model.dtype, vllm_config.attention_config.backend,
+        vllm_config.cache_config.prefix_caching_hash_algo,
+    )  # fmt: skip
+    return [*map(str, settings), shape]
 
 
 def _checkpoint(model: str, vllm_config: Any) -> str | None:

@@ -29,9 +29,6 @@ from sharedmirror.integrations.vllm.worker import SharedMirrorWorker
 
 __all__ = ["SharedMirrorOffloadingSpec"]
 
-_LINK_WAIT_S = 5.0
-"""The ranks have attached, or given up for now, before vLLM makes its scheduler."""
-
 
 class SharedMirrorOffloadingSpec(OffloadingSpec):
     """The tier of one engine; ``Options`` says what ``kv_connector_extra_config`` may hold.
@@ -68,8 +65,8 @@ class SharedMirrorOffloadingSpec(OffloadingSpec):
             related = identity.family(self.config, self._options)
             links = [PoolLink(name, self._engine, self._options, related=related) for name in self._names]
             groups = [(group.group_id, group.tokens_per_block * self.blocks_per_chunk) for group in self.config.groups]
-            for link in links:
-                link.wait(min(self._options.attach_wait_s, _LINK_WAIT_S))
+            for link in links:  # the ranks have attached, or given up for now, before vLLM makes its scheduler
+                link.wait(self._options.attach_wait_s)
             events = self.kv_events_config.enable_kv_cache_events
             self._manager = SharedMirrorManager(links, groups, self._options, events=events)
         return self._manager
