@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.synchronize
 import os
 import platform
 import random
@@ -223,23 +224,62 @@ def control() -> None:
 
 # -- control under load ---------------------------------------------------------------------------
 
+SPAWN = multiprocessing.get_context("spawn")
+Signal = multiprocessing.synchronize.Event
 CHAIN = 256
 MANY = CHAIN * 40 * 98
 
 
-def _disturb(path: str, stop: float) -> None:
-    """Ask for status, clear another pool and attach, over and over, in a process of its own."""
-    plane = [["k", 0, 1, 16, 16]]
-    while time.monotonic() < stop:
-        with Channel.open(path, role=Role.WORKER) as worker:
-            worker.call("attach", **_attach("other", 0, 1, 20_001, plane))
-            with connect(path, name="other") as client:
-                for _ in range(20):
-                    _fill(client, [worker], [os.urandom(32) for _ in range(CHAIN)])
-                client.status()
+OTHERS = 12
+"""Pools of 10,240 sealed pages."""
+
+
+def _disturb(path: str, ready: Signal, stop: Signal) -> None:
+    """Attach, ask for status and detach every 10 ms, and clear another pool every half second."""
+    for number in range(OTHERS):
+        with _other(path, number) as (worker, client):
+            for _ in range(40):
+                _fill(client, [worker], [os.urandom(32) for _ in range(CHAIN)])
+    ready.set()
+    number, due = 0, time.monotonic()
+    while not stop.is_set():
+        with _other(path, number % OTHERS) as (_worker, client):
+            client.status()
+            if time.monotonic() >= due:
                 client.clear()
-                client.status()
-            worker.call("detach", unmapped=True)
+                number, due = number + 1, time.monotonic() + 0.5
+        time.sleep(0.01)
+
+
+def _write(path: str, ready: Signal, stop: Signal) -> None:
+    """Lease, commit and seal without a pause in another pool."""
+    with _other(path, OTHERS) as (worker, client):
+        ready.set()
+        while not stop.is_set():
+            _cycle(client, [worker])
+
+
+@contextmanager
+def _other(path: str, number: int) -> Iterator[tuple[Channel, Client]]:
+    with Channel.open(path, role=Role.WORKER) as worker:
+        worker.call("attach", **_attach(f"other{number}", 0, 1, 10_241, [["k", 0, 1, 16, 16]]))
+        with connect(path, name=f"other{number}") as client:
+            yield worker, client
+        worker.call("detach", unmapped=True)
+
+
+@contextmanager
+def _beside(work: Callable[[str, Signal, Signal], None], path: str) -> Iterator[None]:
+    """Have ``work`` done in a process of its own, from when it is ready."""
+    ready, stop = SPAWN.Event(), SPAWN.Event()
+    process = SPAWN.Process(target=work, args=(path, ready, stop))
+    process.start()
+    ready.wait()
+    try:
+        yield
+    finally:
+        stop.set()
+        process.join()
 
 
 def _attach(name: str, rank: int, world: int, pages: int, planes: list[list[object]]) -> dict[str, object]:
@@ -265,15 +305,17 @@ def load() -> None:
         resident = _resident_mib(served.process.pid) + _shared_mib(served.process.pid)
         idle = _lookups(clients, keys, worker)
         peeks = _peeks(clients[0], keys)
-        begin = time.monotonic()
-        busy = multiprocessing.get_context("spawn").Process(target=_disturb, args=(served.socket, begin + 20))
-        busy.start()
-        time.sleep(2)
-        loaded = _lookups(clients, keys, worker)
-        busy.join()
+        with _beside(_disturb, served.socket):
+            loaded = _lookups(clients, keys, worker)
+        with _beside(_write, served.socket):
+            written = _lookups(clients, keys, worker)
         worker.call("detach", unmapped=True)
     rows = []
-    for what, times in (("idle", idle), ("with status, clear and attach under way", loaded)):
+    for what, times in (
+        ("idle", idle),
+        ("with an attach and a status each 10 ms, a clear each 500 ms", loaded),
+        ("with a writer of another pool that never pauses", written),
+    ):
         times.sort()
         p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
         rows.append([what, f"{p50 * 1e6:.0f} us", f"{p99 * 1e3:.2f} ms", f"{times[-1] * 1e3:.1f} ms"])
@@ -342,7 +384,6 @@ def _resident_mib(pid: int) -> float:
 # -- one pool for many ---------------------------------------------------------------------------
 
 Pipe = multiprocessing.connection.Connection
-SPAWN = multiprocessing.get_context("spawn")
 STORED_PAGES = 128
 LOOKED_S = 2.0
 

@@ -26,6 +26,8 @@ def problems(table: PageTable) -> list[str]:
         for key, page in table.index.items()
         if table.states[page] != PageState.SEALED or table.keys[page] != key
     ]
+    if table._keyed != table.pages - table.keys.count(None):
+        found.append(f"5: {table._keyed} pages count as having a key, and it is not so")
     found += [f"6: pinned page {page} is not sealed" for page in table.pins if table.states[page] != PageState.SEALED]
     children = [0] * table.pages
     for page in range(table.pages):

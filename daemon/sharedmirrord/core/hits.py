@@ -37,16 +37,14 @@ def lookup(state: State, session: Session, arguments: dict[str, Any], now: float
     table = table_of(pool)
     keys = arg.keys(arguments)
     mode = arguments.get("mode", "prefix")
-    index = table.index
     if mode == "prefix":
-        # One sweep over all keys is quicker than a loop that may stop early.
-        pages = [index.get(key, MISSING) for key in keys]
+        pages = table.find(keys)
         if MISSING in pages:
             del pages[pages.index(MISSING) :]
         found = pages
         states = "h" * len(pages) + _waiting(pool, keys[len(pages) :])
     elif mode == "each":
-        pages = [index.get(key, MISSING) for key in keys]
+        pages = table.find(keys)
         found = [page for page in pages if page != MISSING]
         states = "".join(
             "h" if page != MISSING else "p" if key in pool.pending else "m"

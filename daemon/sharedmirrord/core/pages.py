@@ -66,6 +66,8 @@ class PageTable:
         self.generations = array("Q", bytes(8 * pages))
         self.keys: list[bytes | None] = [None] * pages
         self.index: dict[bytes, int] = {}
+        self._keyed = 0
+        """Pages with a key in ``keys``; more than in ``index`` while cleared ones are left."""
         self.pins: dict[int, int] = {}
         self.counts = [0] * len(PageState)
         self.counts[_RESERVED] = 1 + pages - backed
@@ -233,6 +235,7 @@ class PageTable:
                 continue
             self._move(page, PageEvent.SEAL)
             keys[page] = key
+            self._keyed += 1
             index[key] = page
             note(SEALED, key)
             if observer is not None:
@@ -252,6 +255,21 @@ class PageTable:
             if not self._children[page]:
                 self._queue(page)
         return sealed, linked, duplicates
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the page that each key leads to, -1 where there is none."""
+        index, bound = self.index, self.keys
+        if self._keyed != len(index):  # a page may have a key that leads nowhere
+            return [index.get(key, -1) for key in keys]
+        found = []
+        page, last = -1, self.pages - 1
+        for key in keys:
+            # A chain mostly lies in one page after the other: looking there first spares a walk through memory.
+            page += 1
+            if page > last or bound[page] != key:
+                page = index.get(key, -1)
+            found.append(page)
+        return found
 
     def _link_awaited(self, page: int, key: bytes) -> list[int]:
         linked = []
@@ -298,6 +316,7 @@ class PageTable:
         if key is None:
             raise InvalidTransition(page, self.states[page], PageEvent.EVICT)
         self.keys[page] = None
+        self._keyed -= 1
         if self.index.get(key) == page:
             del self.index[key]
             self.changes.add(EVICTED, key)
@@ -561,6 +580,7 @@ class PageTable:
             if self.states[page] == PageState.FREE:
                 self.states[page] = _SEALED
                 self.keys[page] = b""
+                self._keyed += 1
             if self.states[page] != _SEALED:
                 raise ValueError(f"pinned page {page} is {PageState(self.states[page]).name}")
         self.pin(pages)
@@ -568,6 +588,7 @@ class PageTable:
     def rebuild(self) -> None:
         """Derive counts, free list, children and eviction order from what was restored."""
         self.counts = [self.states.count(state) for state in PageState]
+        self._keyed = self.pages - self.keys.count(None)
         self._free = array("I", [page for page in range(self.pages - 1, 0, -1) if self.states[page] == _FREE])
         for page in self.index.values():
             parent = self._parent(page) if self._parents[page] < self.pages else None
