@@ -80,12 +80,12 @@ def tell_a_story(life: Comeback, client: Client, workers: list[Worker], number: 
     assert second.commit(plain, list(plain.pages[1:]))["sealed"] == list(plain.pages[1:])
     with client.lookup(keys) as hit:
         assert hit.pages == lease.pages + plain.pages
-        assert client.evict(keys[:1]).pinned == (keys[0],)
+        assert client.evict(keys[:1], wait_s=20).pinned == (keys[0],)
     dropped = client.lease(2)
     client.abort(dropped, [dropped.pages[0]])
     client.abort(dropped)
     wait_settled(life)
-    assert client.evict(keys).evicted == tuple(keys)
+    assert client.evict(keys, wait_s=20).evicted == tuple(keys)
     assert client.contains(keys) == (KeyState.MISS,) * 6
 
 
@@ -203,7 +203,7 @@ def test_deaths_between_a_session_and_its_resume(start: Starter, processes: Proc
         for worker in workers:
             worker.commit(lease)
         assert client.seal(lease, keys_of(4, 5, 6, 7, 8)).sealed == lease.pages
-        assert client.evict(keys_of(1)).pinned == (b"key1",) and hit.pages == hit_pages
+        assert client.evict(keys_of(1), wait_s=20).pinned == (b"key1",) and hit.pages == hit_pages
         hit.release()
 
 

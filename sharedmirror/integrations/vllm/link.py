@@ -131,10 +131,13 @@ class PoolLink:
         client = connection.client
         _release(held)(client)
         until = time.monotonic() + _FORGET_S
-        while (left := client.evict(keys).pinned) and time.monotonic() < until:
-            time.sleep(_FORGET_S / 50)
-        if left:  # another engine is reading them
-            self._send(connection.instance, lambda client: client.evict(left))
+        left: Sequence[bytes] = keys
+        try:
+            while (left := client.evict(left).pinned) and time.monotonic() < until:
+                time.sleep(_FORGET_S / 50)
+        finally:
+            if left:  # another engine is reading them, or the daemon frees nothing yet
+                self._send(connection.instance, lambda client: client.evict(left))
 
     def clear(self) -> None:
         """Forget every key of the pool: now, or before the link is used again."""
