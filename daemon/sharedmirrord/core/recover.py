@@ -132,7 +132,8 @@ class _Recovery:
         used = [number for kind, number in self._records if kind in _WITH_IDS]
         used += [region[0] for _, value in self._each("pool") for region in value["regions"]]
         _must(len(used) == len(set(used)) and min(used, default=1) > 0, "an id is used twice")
-        counted = max((number for number in used if number < AWAY_HITS), default=0)
+        away = {number for kind, number in self._records if kind == "hit" and number >= AWAY_HITS}
+        counted = max((number for number in used if number not in away), default=0)
         counter = arg.integer({"counter": self._records.get(("counter", 0), 1)}, "counter", counted + 1, AWAY_HITS - 1)
         self._state.next_id = self._state.id_high = counter
 
