@@ -191,8 +191,8 @@ def _hit_problems(state: State) -> list[str]:
     for hit in state.hits.values():
         holder = state.sessions.get(hit.session)
         fence = hit.id >= AWAY_HITS and hit.released and not hit.pages
-        if fence != (hit.id in state.fences) or (not hit.pages and not fence):
-            found.append(f"6: hit {hit.id} has no pages, or is no fence, and counts as one")
+        if fence != (hit.id in state.fences):
+            found.append(f"6: hit {hit.id} is a fence and does not count as one, or is none and does")
         if hit.released and not hit.awaited:
             found.append(f"6: hit {hit.id} is released, awaits nobody and is still there")
         if hit.awaited - state.sessions.keys():

@@ -185,6 +185,7 @@ CONTRADICTIONS: dict[str, Change] = {
     "a lease with odd writers": edit("lease", writers=[["x", "y"]]),
     "a lease without writers": edit("lease", writers=[]),
     "commits that are no bytes": all_become("commit", 3),
+    "a hit on no page": edit("hit", pages=[]),
     "a hit on a page beyond": edit("hit", pages=[99]),
     "a hit on the null page": edit("hit", pages=[0]),
     "a hit on a negative page": edit("hit", pages=[-1]),

@@ -357,9 +357,10 @@ class _Recovery:
             raise DamagedRecords(f"hit {number} belongs to no leased pool, or to no engine")
         pages = arg.integers(value, "pages")
         _must(len(set(pages)) == len(pages), f"hit {number} pins a page twice")
+        holder, released = arg.integer(value, "session"), arg.flag(value, "released", False)
+        _must(pages or (released and number >= AWAY_HITS), f"hit {number} pins no page and is no fence")
         # A damaged page needs no pin: nobody gets it again.
         pages = [page for page in pages if page not in self._damaged[pool.id]]
-        holder, released = arg.integer(value, "session"), arg.flag(value, "released", False)
         hit = OpenHit(number, pool.id, value["incarnation"], holder, pages, released)
         pool.table.pin_again(hit.pages)
         state.hits[number] = hit
