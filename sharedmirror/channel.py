@@ -269,8 +269,8 @@ class Channel:
 
     def _resume(self, retry: int | None) -> None:
         greeting = self.greeting
-        if self.away is not None and self.away.gone():
-            # As long as the next daemon only listens, this session is better off without it.
+        if self.away is not None:
+            # A daemon that only listens, because it begins or is about to die, is no reason to give the index up.
             Channel.open(self.path, role=Role.OBSERVER, timeout_s=min(self.timeout_s, _TRY_S)).close()
         self._renew_socket()
         # One try has its own time: the deadline says how long tries go on, and may be now.

@@ -262,7 +262,8 @@ class Client:
         """Find readable pages and pin them: the longest prefix, or each key by itself.
 
         With ``wait_s``, waits that many seconds for keys that are being written and would make the answer
-        longer; ends early when their last writer fails. What the engine may not hold (``max_held``) is
+        longer; ends early when their last writer fails. Other calls of this client wait meanwhile: look up with
+        one of its own. What the engine may not hold (``max_held``) is
         reported as a miss.
 
         While the daemon is gone the answer comes from the index, at once: what was readable when it ended

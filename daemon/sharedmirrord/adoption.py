@@ -195,8 +195,8 @@ def choose(path: str, *, reset: bool) -> Leftover | None:
     for left in list(found):
         reason = "reset" if reset else _void(left)
         if reason:
-            log.warning("event=discarded instance=%s reason=%r", left.records_name, reason)
             remove(left)
+            log.warning("event=discarded instance=%s reason=%r", left.records_name, reason)
             found.remove(left)
     if len(found) > 1:
         names = ", ".join(left.records_name for left in found)

@@ -389,3 +389,35 @@ def test_without_an_index_a_lookup_waits_as_before(life: Comeback, rank: Rank) -
         with pytest.raises(DaemonUnavailable):
             client.lookup(KEYS)
         life.again()
+
+
+def test_who_is_calling_when_the_daemon_dies_goes_on_at_once(
+    life: Comeback, rank: Rank, client: Client, wait_until: Until
+) -> None:
+    """A dying daemon still listens for a moment: who comes back to it must not take it for the next one."""
+    over = threading.Event()
+    failed: list[Exception] = []
+
+    def call() -> None:
+        while not over.is_set() and not failed:
+            try:
+                client.lookup(KEYS[:2]).release()
+            except Exception as error:
+                failed.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    try:
+        for _ in range(4):
+            wait_until(lambda: client._away.index is not None, "the client has the index of this daemon")
+            life.daemon.kill()
+            held = client.lookup(KEYS[:2])
+            assert taken(held)
+            held.release()
+            life.again()
+            life.wait_attached(2)
+            assert client.contains(KEYS[:1]) == (HIT,)
+    finally:
+        over.set()
+        caller.join()
+    assert failed == []

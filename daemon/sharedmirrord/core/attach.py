@@ -175,7 +175,7 @@ def _check_tag(state: State, incarnation: Incarnation, session: Session, name: s
         if number is not None and other != session.id and state.pools[number].tag != tag:
             raise PoolMismatch(
                 f"engine {incarnation.engine!r} is attached to pool {name!r} with tag {state.pools[number].tag!r}, "
-                f"this rank says {tag!r}"
+                f"this rank says {tag!r}; use another engine name for another tag"
             )
     for pool in state.pools.values():
         if (

@@ -167,7 +167,7 @@ def _no_pages(state: State, pool: Pool, table: PageTable, wanted: int, incarnati
     if pids:
         message += f"; after a restart nothing is evicted until the processes {pids} have resumed or are proven gone"
     owned = table.owned.get(pool.owners[incarnation.engine], 0)
-    if owned + wanted > pool.share:
+    if len(pool.attached) > 1 and owned + wanted > pool.share:
         message += (
             f"; engine {incarnation.engine!r} would be over its fair share, so the other engines keep theirs: "
             f"it has {owned} pages, and its share of {len(pool.attached)} engines is {pool.share}"
