@@ -20,13 +20,13 @@ import mmap
 import os
 import select
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from sharedmirror import __version__, paths, wire
+from sharedmirror import __version__, paths
+from sharedmirror.descriptors import READ_BYTES, close_all, is_other_file, receive
 from sharedmirror.errors import (
     CallTimeout,
     ClosedError,
@@ -41,8 +41,6 @@ from sharedmirror.types import Role
 
 log = logging.getLogger("sharedmirror")
 
-_READ_BYTES = 1 << 16
-"""A larger buffer is mapped afresh by each read: 38 us instead of 3."""
 _WAIT_MARGIN_S = 5.0
 """A call that asks the daemon to wait gives it this much longer to answer."""
 _TRY_S = 2.0
@@ -147,7 +145,7 @@ class Channel:
         except OSError as error:
             if isinstance(error, PermissionError):
                 remedy = f"uid {os.getuid()} may not use this socket: start the daemon with --allow-uid {os.getuid()}"
-            elif _is_other_file(self.path):
+            elif is_other_file(self.path):
                 remedy = "the file is no socket: name the daemon's socket"
             else:
                 remedy = "start one with `sharedmirrord --memory SIZE`, or set SHAREDMIRROR_SOCKET"
@@ -158,14 +156,14 @@ class Channel:
     def _greet(self) -> None:
         fds = self._shake_hands(None, time.monotonic() + self.timeout_s)
         if self._role is Role.OBSERVER:
-            _close_all(fds)
+            close_all(fds)
         else:
             self._take_descriptors(fds)
 
     def _take_descriptors(self, fds: list[int]) -> None:
         greeting = self.greeting
         if len(fds) != 1 + len(greeting.arenas):
-            _close_all(fds)
+            close_all(fds)
             raise ProtocolError(f"the daemon passed {len(fds)} descriptors for {len(greeting.arenas)} arenas")
         self._session_fd, self.arena_fds = fds[0], fds[1:]
         # Read-only and never touched: only its existence counts.
@@ -189,14 +187,14 @@ class Channel:
             self._read_until(0, deadline, fds)
             self._answer.result()
         except _Lost as error:
-            _close_all(fds)
+            close_all(fds)
             raise DaemonUnavailable(
                 f"{error.message} before it said hello; if it does not serve uid {os.getuid()}, "
                 f"start it with --allow-uid {os.getuid()}",
                 socket=self.path,
             ) from None
         except BaseException:
-            _close_all(fds)
+            close_all(fds)
             raise
         self._greeting = self._greeting or self._protocol.greeting
         return fds
@@ -244,7 +242,7 @@ class Channel:
         older, file = [*self.arena_fds, self._session_fd], self._session_file
         self._greeting = self._protocol.greeting
         self._take_descriptors(fds)
-        _close_all(older)
+        close_all(older)
         if file is not None:
             file.close()
 
@@ -288,7 +286,7 @@ class Channel:
             "retry": retry,
             "away": claims,
         }
-        _close_all(self._shake_hands(body, until))
+        close_all(self._shake_hands(body, until))
         if self.away is not None:
             self.away.resumed(list(self._answer.body.get("lost", ())))
         log.info("event=resumed session=%d socket=%s", greeting.session, self.path)
@@ -420,10 +418,10 @@ class Channel:
             self._sock.settimeout(left)
             try:
                 if fds is not None:
-                    data, received = _receive(self._sock)
+                    data, received = receive(self._sock)
                     fds += received
                 else:
-                    data = self._sock.recv(_READ_BYTES)
+                    data = self._sock.recv(READ_BYTES)
             except TimeoutError:
                 continue
             except OSError as error:
@@ -524,7 +522,7 @@ class Channel:
             return
         try:
             self._sock.settimeout(0)
-            data = self._sock.recv(_READ_BYTES)
+            data = self._sock.recv(READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -572,7 +570,7 @@ class Channel:
     def _discard(self) -> None:
         self._closed = True
         self._sock.close()
-        _close_all([*self.arena_fds, *(self._wake or ()), self._session_fd])
+        close_all([*self.arena_fds, *(self._wake or ()), self._session_fd])
         self.arena_fds, self._wake, self._session_fd = [], None, -1
         if self._session_file is not None:
             self._session_file.close()
@@ -582,27 +580,3 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    space = socket.CMSG_SPACE(4 * wire.MAX_FDS)
-    data, ancillary, _flags, _address = sock.recvmsg(_READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return data, list(fds)
-
-
-def _is_other_file(path: str) -> bool:
-    try:
-        return not stat.S_ISSOCK(os.stat(path).st_mode)
-    except OSError:
-        return False
-
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(fd)

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from sharedmirrord.core import hits, leases, machine
+from sharedmirrord.core.claims import Givers
 from sharedmirrord.core.durable import Delete, SetSlots
 from sharedmirrord.core.model import Effects, OpenHit, OpenLease, Session, State, Waiter, each_bit
 from sharedmirrord.core.pages import PageTable
-from sharedmirrord.core.shares import Givers
 from sharedmirrord.core.transitions import PageState
 from tests.daemon.core_story import CoreStory
 

@@ -9,9 +9,9 @@ import pytest
 
 from sharedmirror.errors import NoPages, ProtocolError
 from sharedmirror.types import Role
+from sharedmirrord.core.claims import Claim
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.core.report import report
-from sharedmirrord.core.shares import Claim
 from tests.daemon.core_driver import Driver, Engine
 from tests.daemon.durable_driver import DurableDriver
 from tests.daemon.table_problems import problems

@@ -26,6 +26,7 @@ from sharedmirror.errors import (
 from sharedmirror.types import PoolKind
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import growth
+from sharedmirrord.core.claims import Claim
 from sharedmirrord.core.durable import Delete, Put, SetSlots
 from sharedmirrord.core.model import (
     Effects,
@@ -38,7 +39,7 @@ from sharedmirrord.core.model import (
     each_bit,
 )
 from sharedmirrord.core.pages import PageTable
-from sharedmirrord.core.shares import Claim, may_hold, pages_to_hold
+from sharedmirrord.core.shares import may_hold, pages_to_hold
 from sharedmirrord.core.transitions import PageState
 
 _HIGH_STEP = 1024

@@ -4,7 +4,8 @@ Keeps invariants 1 (one state a page, counts that sum), 3 (generations only grow
 sealed page) and 6 (a pinned page is never evicted). Who may write or read a page is the business of
 leases and hits; this table takes their word.
 
-A million pages live here, so a page costs array cells and no objects of its own, except its key. The
+All of it is one class of over 600 lines, because each of its events touches most of the arrays. A million
+pages live here, so a page costs array cells and no objects of its own, except its key. The
 eviction order is a heap for each owner, with at most one living entry a page: an entry is put right
 when it surfaces, so that using a page costs one store.
 """
@@ -18,8 +19,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from sharedmirrord.core.changes import CLEARED, EVICTED, SEALED, ChangeLog
+from sharedmirrord.core.claims import NOBODY, Claim, Givers
 from sharedmirrord.core.durable import NO_PAGE, Slot
-from sharedmirrord.core.shares import NOBODY, Claim, Givers
 from sharedmirrord.core.transitions import TRANSITIONS, InvalidTransition, PageEvent, PageState
 
 _FREE, _LEASED, _SEALED, _RESERVED = PageState.FREE, PageState.LEASED, PageState.SEALED, PageState.RESERVED
