@@ -1,3 +1,8 @@
+"""The mirror on CPU tensors against a real daemon: what engines call, and what they may do wrong.
+
+The contract of one class, told in the order in which it is used, so it stays in one module.
+"""
+
 from __future__ import annotations
 
 import gc
