@@ -13,12 +13,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.errors import CopyError
+
+if TYPE_CHECKING:
+    from sharedmirror.copies.move import Binary
 
 __all__ = ["BATCH_COPIES", "Driver", "Kernel", "launch_shapes", "row_copies"]
 
@@ -108,11 +111,12 @@ class Driver:
         self._call("cuDeviceGetAttribute", ctypes.byref(flag), _HOST_POINTER_USABLE, self.device)
         return bool(flag.value)
 
-    def load_kernel(self, image: bytes, name: str, *, threads: int, shared_bytes: int) -> Kernel:
+    def load_kernel(self, binary: Binary) -> Kernel:
         """Load a compiled kernel; it stays until ``close``."""
-        module = self._made("cuModuleLoadData", image)
+        module = self._made("cuModuleLoadData", binary.image)
         self._modules.append(module)
-        return Kernel(self._made("cuModuleGetFunction", module, name.encode()), threads, shared_bytes)
+        function = self._made("cuModuleGetFunction", module, binary.name.encode())
+        return Kernel(function, binary.threads, binary.shared_bytes)
 
     def launch(self, kernel: Kernel, shape: int, arguments: int) -> None:
         """Enqueue a kernel; ``shape`` is the address of a row of ``launch_shapes``.

@@ -72,7 +72,7 @@ class Lane:
         self.ids = IdRing(device)
         self.slot_bytes = slot_bytes
         self._staging = torch.empty((slots, slot_bytes), dtype=torch.uint8, device=device)
-        self.slots = [int(row.data_ptr()) for row in self._staging]
+        self.slots = tuple(int(row.data_ptr()) for row in self._staging)
         self.free = [driver.create_event() for _ in range(slots)]
         """Recorded when the last chunk in a slot has left it."""
         self.next_slot = 0
