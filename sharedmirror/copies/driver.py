@@ -205,13 +205,13 @@ class Driver:
         raise CopyError(f"{name} failed with {code}: {what}", cuda=code)
 
 
-def launch_shapes(blocks: Ids, threads: Ids, shared_bytes: Ids, stream: int) -> Ids:
+def launch_shapes(blocks: Ids, threads: Ids, shared_bytes: Ids, streams: Ids | int) -> Ids:
     """Return launch configurations (CUlaunchConfig), one per row of the result; they have 56 bytes."""
     table = np.zeros((len(blocks), 14), np.uint32)
     table[:, 0], table[:, 3], table[:, 6] = blocks, threads, shared_bytes
     table[:, (1, 2, 4, 5)] = 1
     shapes: Ids = table.view(np.int64)
-    shapes[:, 4] = stream
+    shapes[:, 4] = streams
     return shapes
 
 

@@ -48,7 +48,7 @@ RAMP_FACTOR = 8
 """How much larger the next one is: kernels are about ten times as fast as the link."""
 SMALL_BYTES = 6 << 20
 """Up to here a kernel moves straight between device and host: 4 MiB in 0.12 ms, and over before it disturbs much."""
-HEAD_BYTES = 4 << 20
+HEAD_BYTES = SMALL_BYTES
 """So much of a call of at most SHORT_BYTES is moved by a kernel too: planning the rest takes the processor as long
 as the link needs for it, and longer calls hardly feel it."""
 SHORT_BYTES = 128 << 20
@@ -127,7 +127,8 @@ class Chunks:
 
     ``starts`` are the first page of each block, ``counts`` its pages. ``launches`` has shape (chunks, tables, 6):
     index of the first page, pages, first tile, tiles, low x, high x. ``group_ends`` are the numbers of chunks
-    after which a group is complete. ``block_of`` and ``at_of`` say for each page its block and its place there.
+    after which a group is complete. ``block_of`` and ``at_of`` say for each page its block and its place there, and
+    ``index`` and ``ones`` are 0, 1, ... and as many ones.
     """
 
     pieces: tuple[Piece, ...]
@@ -137,6 +138,8 @@ class Chunks:
     group_ends: tuple[int, ...]
     block_of: Ids
     at_of: Ids
+    index: Ids
+    ones: Ids
     _places: dict[tuple[int, tuple[int, ...]], Places] = field(default_factory=dict)
 
     @classmethod
@@ -156,9 +159,11 @@ class Chunks:
         pieces_of = np.bincount([piece.group for piece in pieces], minlength=len(view.groups) - 1)
         ends = np.cumsum(pieces_of[cut.first_group :]) * len(counts)
         block_of = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-        at_of = np.arange(cut.pages, dtype=np.int64) - starts[block_of]
-        launches = rows.reshape(-1, len(view.tables), 6)
-        return cls(pieces, starts, counts, launches, tuple(ends.tolist()), block_of, at_of)
+        index = np.arange(cut.pages, dtype=np.int64)
+        launches, ones = rows.reshape(-1, len(view.tables), 6), np.ones_like(index)
+        return cls(
+            pieces, starts, counts, launches, tuple(ends.tolist()), block_of, index - starts[block_of], index, ones
+        )
 
     def places(self, slots: tuple[int, ...], first_slot: int) -> Places:
         """Return where pages lie when chunk c is in slot ``(first_slot + c) % len(slots)``."""
@@ -219,7 +224,7 @@ def plan_staged(chunks: Chunks, frames: Ids, slots: tuple[int, ...], first_slot:
         part
         for at, piece in enumerate(chunks.pieces)
         for band in piece.bands
-        for part in _band_copies(band, runs, chunks, places, at, at * blocks)
+        for part in _band_copies(band, runs, frames, chunks, places, at, at * blocks)
     ]
     if len(parts) == 1:
         return _arrange(*parts[0], number, edges, sorted_by_chunk=True)
@@ -242,7 +247,9 @@ def starts_by_kernel(view: View) -> bool:
 def head_pages(view: View, pages: int) -> int:
     """Return how many pages of a short call a kernel on host memory takes first."""
     page_bytes = view.groups[-1]
-    return HEAD_BYTES // page_bytes if len(view.groups) == 2 and pages * page_bytes <= SHORT_BYTES else 0
+    return (
+        min(HEAD_BYTES // page_bytes, pages // 2) if len(view.groups) == 2 and pages * page_bytes <= SHORT_BYTES else 0
+    )
 
 
 def _chunk_bytes(total_bytes: int, slot_bytes: int) -> int:
@@ -290,16 +297,9 @@ class _Runs:
         start = bounds[:-1]
         return cls(start, frames[start], bounds[1:] - start)
 
-    def singles(self) -> _Runs:
-        """Return the runs cut into single frames."""
-        step = _count_up(self.length)
-        return _Runs(
-            np.arange(len(step), dtype=np.int64), np.repeat(self.frame, self.length) + step, np.ones_like(step)
-        )
-
 
 def _band_copies(
-    band: Band, runs: _Runs, chunks: Chunks, places: Places, piece: int, first_chunk: int
+    band: Band, runs: _Runs, frames: Ids, chunks: Chunks, places: Places, piece: int, first_chunk: int
 ) -> list[tuple[Ids, Ids]]:
     """Return the copies of one band of a piece, and the chunk of each."""
     dense = band.width == band.host_stride
@@ -307,10 +307,12 @@ def _band_copies(
         # Frames that lie apart cannot be one row: each run is a 2D copy per row of the band, or each frame one.
         if band.rows > 1 and len(runs.start) * band.rows < len(chunks.block_of):
             return [
-                part for row in band.split() for part in _band_copies(row, runs, chunks, places, piece, first_chunk)
+                part
+                for row in band.split()
+                for part in _band_copies(row, runs, frames, chunks, places, piece, first_chunk)
             ]
         if band.rows > 1 or len(runs.start) * FEW_ROWS >= len(chunks.block_of):
-            runs = runs.singles()
+            runs = _Runs(chunks.index, frames, chunks.ones)
     # Columns are contiguous: the driver reads them where they are.
     table = np.empty((len(runs.start), 6), np.int64, order="F")
     host, device, width, rows, host_pitch, device_pitch = table.T

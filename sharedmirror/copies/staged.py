@@ -190,10 +190,10 @@ class StagedEngine:
     def _direct(self, lane: Lane, pages: Ids, frames: Ids, outer: torch.cuda.Stream) -> torch.cuda.Event:
         """Kernels only, on the caller's own stream where that may be."""
         legacy = outer.cuda_stream in _LEGACY_STREAMS
-        stream = lane.compute if legacy else outer.cuda_stream
+        stream = lane.compute[0] if legacy else outer.cuda_stream
         ids, _ = lane.ids.put(pages, frames)
         if legacy:
-            lane.follow(stream, outer.cuda_stream)
+            lane.follow(outer.cuda_stream, stream)
         count = len(pages)
         self._launch_direct(lane, self._whole, 1, (ids, ids + 8 * count, count), stream)
         event = lane.event(stream) if legacy else outer.record_event()
@@ -214,7 +214,7 @@ class StagedEngine:
         """Copies alone."""
         copies = CopyTables(self._driver, plan_plain(self._addresses, lines.view, pages, frames), lane is self._store)
         lane.ids.put()
-        lane.follow(lane.copies, outer.cuda_stream)
+        lane.follow(outer.cuda_stream, lane.copies)
         events = []
         for group in range(len(lines.view.groups) - 1):
             copies.submit(group, lane.copies)
@@ -228,45 +228,52 @@ class StagedEngine:
         """Chunk by chunk: kernel, then copies, in a store; copies, then kernel, in a load."""
         to_host = lane is self._store
         view, count, first = lines.view, len(pages), lane.next_slot
+        compute, kernel_stream = lane.compute[first], lane.compute[first - 1]
         pages, frames = sort_by_frame(pages, frames)
         # A kernel that moves the beginning straight away keeps the link busy while the rest is planned.
         groups = int(self._small and starts_by_kernel(view))
         head = count if groups else self._small * head_pages(view, count)
         host, ids = lane.ids.put(pages, frames[:head])
         events: list[torch.cuda.Event] = []
-        lane.follow(lane.compute if to_host else lane.copies, outer.cuda_stream)
+        lane.follow(outer.cuda_stream, compute if to_host else lane.copies, kernel_stream)
         if head:
-            if not to_host:
-                lane.follow(lane.compute, outer.cuda_stream)
-            self._launch_direct(lane, lines, groups or 1, (host, host + 8 * count, head), lane.compute)
+            self._launch_direct(lane, lines, groups or 1, (host, host + 8 * count, head), kernel_stream)
         if groups:
-            events.append(lane.event(lane.compute))
+            events.append(lane.event(kernel_stream))
+            # Nothing shares the link with the layers that the model waits for.
+            lane.follow(kernel_stream, lane.copies)
         elif head:
             pages, frames = pages[head:], frames[head:]
             host, ids = host + 8 * head, ids + 8 * head
-        self._driver.copy(ids, host, 8 * len(pages), lane.compute)
+        self._driver.copy(ids, host, 8 * len(pages), compute)
+        lane.follow(compute, *lane.compute)
         chunks = lines.cuts.get(frames, lane.slot_bytes, groups, Ramp.UP if to_host else Ramp.DOWN)
         plan = plan_staged(chunks, frames, lane.slots, first, self._addresses.edges)
         kernels = self._kernels.all(view.tables, to_dense=to_host, direct=False)
         launches = LaunchTables(self._driver, kernels, lines, chunks, lane, ids)
         copies = CopyTables(self._driver, plan, to_host)
         for chunk in range(len(chunks.launches)):
-            free = lane.free[lane.next_slot]
-            lane.next_slot = (lane.next_slot + 1) % len(lane.slots)
+            slot = lane.next_slot
+            compute, free = lane.compute[slot], lane.free[slot]
+            lane.next_slot = (slot + 1) % len(lane.slots)
             if to_host:
-                self._driver.wait(lane.compute, free)
+                self._driver.wait(compute, free)
                 launches.submit(chunk)
-                lane.follow(lane.copies, lane.compute)
+                lane.follow(compute, lane.copies)
                 copies.submit(chunk, lane.copies)
                 self._driver.record(free, lane.copies)
             else:
                 self._driver.wait(lane.copies, free)
                 copies.submit(chunk, lane.copies)
-                lane.follow(lane.compute, lane.copies)
+                lane.follow(lane.copies, compute)
                 launches.submit(chunk)
-                self._driver.record(free, lane.compute)
+                self._driver.record(free, compute)
             if chunk + 1 in chunks.group_ends:
-                events.append(lane.event(lane.copies if to_host else lane.compute))
+                if not to_host:
+                    lane.join(compute)
+                elif head:
+                    lane.follow(kernel_stream, lane.copies)
+                events.append(lane.event(lane.copies if to_host else compute))
         lane.ids.taken(events[-1])
         return events
 

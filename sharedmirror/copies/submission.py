@@ -72,15 +72,17 @@ class _Template:
         values[..., 0] = lines.addresses
         values[..., 1] = 8 * chunks.launches[..., 0]
         values[..., 3:8] = chunks.launches[..., 1:]
-        slots = np.array(lane.slots, np.int64)
-        values[..., 8] = slots[(lane.next_slot + np.arange(number)) % len(slots)][:, None]
+        slots, streams = np.array([lane.slots, lane.compute], np.int64)[
+            :, (lane.next_slot + np.arange(number)) % len(lane.slots)
+        ]
+        values[..., 8] = slots[:, None]
         per_block = np.array([table.rows for table in lines.view.tables], np.int64)
         blocks = np.minimum(BLOCKS, -(-chunks.launches[..., 1] * chunks.launches[..., 3] // per_block)).reshape(-1)
         threads = np.tile([kernel.threads for kernel in kernels], number)
         shared = np.tile([kernel.shared_bytes for kernel in kernels], number)
         self.arguments = Arguments(values.reshape(-1, _WIDTH))
         self.ids = 0
-        self._shapes = launch_shapes(blocks, threads, shared, lane.compute)
+        self._shapes = launch_shapes(blocks, threads, shared, np.repeat(streams, tables))
         self.first_shape = int(self._shapes.ctypes.data)
         self.empty = (blocks == 0).tolist()
 
@@ -96,7 +98,7 @@ class LaunchTables:
     def __init__(
         self, driver: Driver, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Lane, ids: int
     ) -> None:
-        key = (chunks, lane.next_slot, lane.compute)
+        key = (chunks, lane.next_slot, lane.copies)
         template = lines.templates.get(key)
         if template is None:
             if len(lines.templates) >= _KEPT_TEMPLATES:

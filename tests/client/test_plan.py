@@ -339,7 +339,13 @@ def test_stores_begin_with_small_chunks_and_loads_end_with_them() -> None:
 
 
 def test_only_short_calls_begin_with_a_kernel() -> None:
-    for slice_bytes, pages, head in ((1 << 10, 256, 32), (4 << 10, 256, 8), (16 << 10, 256, 0), (128 << 10, 2, 0)):
+    for slice_bytes, pages, head in (
+        (1 << 10, 256, 48),
+        (4 << 10, 256, 12),
+        (4 << 10, 16, 8),
+        (16 << 10, 256, 0),
+        (128 << 10, 2, 0),
+    ):
         addresses, order, after = layers(slice_bytes, "page")
         assert head_pages(build_view(addresses, [order]), pages) == head
         assert head_pages(layered_view(addresses, order, after), pages) == 0
