@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from sharedmirror.copies.driver import Driver, Kernel, launch_shapes, row_copies
+from sharedmirror.copies.driver import Driver, Kernel, launch_shapes, row_copies, row_operations
 from sharedmirror.copies.kernels import ARGUMENTS
 from sharedmirror.copies.lane import Lane
 from sharedmirror.copies.pairs import Ids
@@ -28,7 +28,6 @@ of 512 threads 1.07 and 1.13."""
 _WIDTH = ARGUMENTS + 2
 _SHAPE_BYTES = 56
 _KEPT_TEMPLATES = 64
-_ROW_BYTES = 128
 
 
 class Lines:
@@ -150,7 +149,9 @@ class CopyTables:
             host, device, width, rows, host_pitch, device_pitch = self._table.T
             ours, theirs = (host, host_pitch), (device, device_pitch)
             (target, target_pitch), (source, source_pitch) = (ours, theirs) if to_host else (theirs, ours)
-            self._rows = row_copies(target, source, target_pitch, source_pitch, width, rows)
+            describe = row_operations if driver.has_row_batches else row_copies
+            self._rows = describe(target, source, target_pitch, source_pitch, width, rows)
+            self._row_bytes = self._rows.strides[0]
             self._first_row = int(self._rows.ctypes.data)
 
     def submit(self, chunk: int, stream: int) -> None:
@@ -164,5 +165,11 @@ class CopyTables:
             target, source = self._order
             for row in self._table[first:middle].tolist():
                 self._driver.copy(row[target], row[source], row[2], stream)
-        for row in range(middle, last):
-            self._driver.copy_rows(self._first_row + _ROW_BYTES * row, stream)
+        if middle == last:
+            return
+        first_row = self._first_row + self._row_bytes * middle
+        if self._driver.has_row_batches:
+            self._driver.copy_rows_batch(first_row, last - middle, stream)
+        else:
+            for row in range(last - middle):
+                self._driver.copy_rows(first_row + self._row_bytes * row, stream)
