@@ -20,7 +20,7 @@ import numpy as np
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.errors import CopyError
 
-__all__ = ["BATCH_COPIES", "Driver", "Kernel", "launch_shapes", "row_copies"]
+__all__ = ["BATCH_COPIES", "Driver", "Kernel", "bind", "launch_shapes", "row_copies"]
 
 BATCH_COPIES = 1024
 """Most copies in one batch call: very long batches have crashed some drivers."""
@@ -76,11 +76,11 @@ class Driver:
 
     def __init__(self, device: int) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._calls = {name: _bind(library, name, types) for name, types in _SIGNATURES.items()}
+        self._calls = {name: bind(library, name, types) for name, types in _SIGNATURES.items()}
         name = next((name for name in _BATCH_SIGNATURES if hasattr(library, name)), None)
         self.has_batches = name is not None
         if name is not None:
-            self._batch = _bind(library, name, _BATCH_SIGNATURES[name])
+            self._batch = bind(library, name, _BATCH_SIGNATURES[name])
         # One attribute for all copies. The bytes are read in stream order: kernels before may have written them.
         self._attributes = np.array([_SOURCE_ORDER_STREAM, 0, 0, 0, 0, _PREFER_OVERLAP], np.int32)
         self._attribute_of, self._failed_at = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
@@ -221,7 +221,8 @@ def row_copies(targets: Ids, sources: Ids, target_pitches: Ids, source_pitches: 
     return table
 
 
-def _bind(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+def bind(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+    """Return a function of the library with its types; raises AttributeError."""
     function = getattr(library, name)
     function.argtypes, function.restype = types, ctypes.c_int
     bound: Callable[..., int] = function

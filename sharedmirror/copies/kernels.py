@@ -16,12 +16,9 @@ import triton
 import triton.language as tl
 
 from sharedmirror.copies.driver import Driver, Kernel
-from sharedmirror.copies.view import TILE_FIELDS, TileTable
+from sharedmirror.copies.view import ARGUMENTS, TILE_FIELDS, TileTable
 
-__all__ = ["ARGUMENTS", "MoveKernels"]
-
-ARGUMENTS = ("table", "pages", "frames", "count", "first", "tiles", "low", "high", "staging")
-"""The kernel's arguments in order; ``staged`` fills them in."""
+__all__ = ["MoveKernels"]
 
 _WARPS = 4
 _WORDS = {16: (tl.int64, 8), 8: (tl.int64, 8), 4: (tl.int32, 4), 2: (tl.int16, 2), 1: (tl.int8, 1)}

@@ -8,18 +8,17 @@ copies what it reads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from sharedmirror.copies.driver import Driver, Kernel, launch_shapes, row_copies
-from sharedmirror.copies.kernels import ARGUMENTS
-from sharedmirror.copies.lane import Lane
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.copies.plan import Chunks, Copies, Cuts
-from sharedmirror.copies.view import View
+from sharedmirror.copies.view import ARGUMENTS, View
 
-__all__ = ["Arguments", "CopyTables", "LaunchTables", "Lines", "direct_launches"]
+__all__ = ["Arguments", "CopyTables", "LaunchTables", "Lines", "Ring", "direct_launches"]
 
 BLOCKS = 32
 """Blocks of 128 threads that gather or scatter, at 400 to 700 GB/s. More, fewer and larger ones disturbed a
@@ -31,6 +30,14 @@ _WIDTH = len(ARGUMENTS) + 2
 _SHAPE_BYTES = 56
 _KEPT_TEMPLATES = 64
 _ROW_BYTES = 128
+
+
+class Ring(Protocol):
+    """Staging slots, the one that comes next, and the stream of the kernels that fill or empty them."""
+
+    slots: list[int]
+    next_slot: int
+    compute: int
 
 
 class Lines:
@@ -69,7 +76,7 @@ class LaunchTables:
     """The kernels of a call's chunks."""
 
     def __init__(
-        self, driver: Driver, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Lane, ids: int
+        self, driver: Driver, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Ring, ids: int
     ) -> None:
         key = (chunks, lane.next_slot, lane.compute)
         template = lines.templates.get(key)
@@ -90,7 +97,7 @@ class LaunchTables:
                 self._driver.launch(kernel, self._first_shape + _SHAPE_BYTES * row, self._arguments.row(row))
 
 
-def _launch_template(kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Lane) -> tuple[Ids, Ids, list[bool]]:
+def _launch_template(kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Ring) -> tuple[Ids, Ids, list[bool]]:
     """Return the arguments for ids at address 0, the shapes, and which rows have nothing to do."""
     number, tables, _ = chunks.launches.shape
     values = np.zeros((number, tables, _WIDTH), np.int64)

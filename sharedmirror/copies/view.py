@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sharedmirror.copies.interface import Geometry
 
 __all__ = [
+    "ARGUMENTS",
     "TILE_FIELDS",
     "Addresses",
     "Band",
@@ -45,6 +46,8 @@ ROWS_COST = 3
 TILE_BYTES = 16 << 10
 SMALL_TILE_BYTES = 4 << 10
 TILE_FIELDS = 8
+ARGUMENTS = ("table", "pages", "frames", "count", "first", "tiles", "low", "high", "staging")
+"""The kernel's arguments in order; ``submission`` fills them in."""
 _WORD_BYTES = 8
 _TILE_WORDS = 2048
 _MOST_ROWS = 64
