@@ -83,14 +83,14 @@ class Exchange:
 
     def __init__(
         self, geometry: Geometry, memory: mmap.mmap, ranks: tuple[int, ...], rank: int, *,
-        slot_bytes: int | None = None, slots: int = SLOTS, landing_slots: int = LANDING_SLOTS,
+        slot_bytes: int | None = None, slots: int | None = None, landing_slots: int | None = None,
         least_bytes: int | None = None, patience_s: float | None = None,
     ) -> None:  # fmt: skip
         self._board = Board(memory, ranks, rank)
         self._geometry = geometry
         self._addresses = Addresses.of(geometry)
         self._slot_bytes = slot_bytes or max(LEAST_SLOT_BYTES, 2 * SLOT_BYTES // len(ranks))
-        self._counts = slots, landing_slots
+        self._counts = slots or SLOTS, landing_slots or LANDING_SLOTS
         self._least_bytes = TOGETHER_BYTES if least_bytes is None else least_bytes
         self._watchdog = Watchdog(self._board, PATIENCE_S if patience_s is None else patience_s)
         self._lock = threading.Lock()
@@ -242,7 +242,7 @@ class _Rig:
         self._registered = self._ring = 0
         with torch.cuda.device(self._device):
             self.driver = driver = PeerDriver(self._device.index)
-            with driver:
+            with driver, self._all_or_none():
                 self.device_id = driver.device_id()
                 self._ring = driver.allocate(slots * slot_bytes)
                 self._handle = driver.handle_of(self._ring)
@@ -268,11 +268,26 @@ class _Rig:
                 self._try_words(board_address + board.finished(board.me))
             torch.cuda.synchronize(self._device)
 
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """After an error let go of what others could open, and of the board."""
+        try:
+            yield
+        except BaseException:
+            with suppress(CopyError):
+                if self._registered:
+                    self.driver.unregister(self._registered)
+                if self._ring:
+                    self.driver.free(self._ring)
+            raise
+
     def _register(self) -> int:
         """Register the blocks of the group; return where the device would find the start of the board."""
         low, high = (BOARD_BLOCK_BYTES * rank for rank in (self._board.ranks[0], self._board.ranks[-1] + 1))
-        self._registered = int(self._board.bytes.ctypes.data) + low
-        return self.driver.register(self._registered, high - low) - low
+        start = int(self._board.bytes.ctypes.data) + low
+        found = self.driver.register(start, high - low) - low
+        self._registered = start
+        return found
 
     def _try_words(self, address: int) -> None:
         """Raise CopyError where streams cannot write words and wait for them."""

@@ -125,6 +125,7 @@ class SharedStoreEngine:
             self._together[1].close()
         for engine in self._engines():
             engine.close()
+        self._parts, self._together = (), None  # they hold views of host memory
 
     def _engines(self) -> list[CopyEngine]:
         engines = [self._whole, *(part.engine for part in self._parts)]
