@@ -193,10 +193,8 @@ class SharedHostMirror:
         ranks = tuple(place.sharers[number])
         if geometries[number].device.type != "cuda" or not 2 <= len(ranks) <= MOST_RANKS:
             return None
-        try:
-            from sharedmirror.copies.exchange import Exchange
-        except (ImportError, OSError):
-            return None  # the engines have warned
+        from sharedmirror.copies.exchange import Exchange
+
         memory = place.board()
         return None if memory is None else (number, Exchange(geometries[number], memory, ranks, self._rank))
 
@@ -329,9 +327,8 @@ class SharedHostMirror:
 
         ``together`` promises that every rank that shares planes with this one makes the same call: the same hit and
         host frames, in the same order among such calls and whatever else waits for other ranks; device pages may
-        differ.
-        Then each GPU pulls a part over its own link and they exchange the parts, where that is faster. When a rank does
-        not come within 10 s, or loads something else, PartMissing or RanksDisagree is raised here or by the transfer,
+        differ. Then each GPU pulls a part over its own link and they exchange the parts, where that is faster. When a
+        rank does not come within 10 s, or loads something else, PartMissing or RanksDisagree is raised here or by the transfer,
         the loaded device pages are undefined, and from then on each rank loads by itself.
         """
         with self._gate:
@@ -478,13 +475,8 @@ def _submit(
 def _make_engine(geometry: Geometry, staging_bytes: int | None = None) -> CopyEngine:
     if geometry.device.type != "cuda":
         return CpuEngine(geometry)
-    try:
-        from sharedmirror.copies.staged import SLOT_BYTES, StagedEngine
-    except (ImportError, OSError) as error:
-        _log.warning("event=slow_copies reason=%r remedy='install triton and cuda-bindings'", str(error))
-        from sharedmirror.copies.cuda import CudaEngine
+    from sharedmirror.copies.staged import SLOT_BYTES, StagedEngine
 
-        return CudaEngine(geometry)
     return StagedEngine(geometry, slot_bytes=staging_bytes or SLOT_BYTES)
 
 

@@ -23,13 +23,13 @@ from contextlib import contextmanager, suppress
 import torch
 
 from sharedmirror.board import Board, Card, Kind, State, wait_until
-from sharedmirror.copies.cuda import CudaCompletion
 from sharedmirror.copies.interface import Geometry, Stream
 from sharedmirror.copies.kernels import MoveKernels
 from sharedmirror.copies.lane import ID_ROOM, IdRing
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.copies.peers import PeerDriver
 from sharedmirror.copies.plan import sort_by_frame
+from sharedmirror.copies.staged import CudaCompletion
 from sharedmirror.copies.submission import Lines
 from sharedmirror.copies.turns import Member, Streams, Turns, digest_of
 from sharedmirror.copies.view import Addresses, View, build_view
@@ -159,12 +159,12 @@ class Exchange:
         """Meet the other ranks, once; raises PartMissing when they do not come in time."""
         if self._met is not None:
             return self._met
-        board, deadline = self._board, time.monotonic() + self._watchdog.patience_s
-        rig, fault = None, ""
+        board, rig, fault = self._board, None, ""
         try:
             rig = _Rig(self._geometry, self._addresses, board, self._slot_bytes, *self._counts)
         except (CopyError, RuntimeError, AttributeError, OSError) as error:
             fault = str(error)
+        deadline = time.monotonic() + self._watchdog.patience_s
         card = rig.card() if rig is not None else Card(os.getpid(), b"", b"", b"")
         entered, self._rig = board.enter(card), rig
         if not entered:
@@ -247,10 +247,9 @@ class _Rig:
                 self._ring = driver.allocate(slots * slot_bytes)
                 self._handle = driver.handle_of(self._ring)
                 board_address = self._register()
-                self.streams = Streams(*(driver.create_stream() for _ in range(4)))
+                self.streams = streams = Streams(*(driver.create_stream() for _ in range(4)))
                 self._outer = torch.cuda.ExternalStream(self.streams.others, device=self._device)
-                kernels = MoveKernels(driver)
-                moves = kernels.all(view.tables, to_dense=False, direct=False)
+                kernels = MoveKernels(driver, self._device, view.tables)
                 landing = len(board.others) * landing_slots
                 self._landing = torch.empty((landing, slot_bytes), dtype=torch.uint8, device=self._device)
                 places = [int(row.data_ptr()) for row in self._landing]
@@ -258,9 +257,13 @@ class _Rig:
                 for member in range(len(board.ranks)):
                     mine = member == board.me
                     here = self._slots_at(self._ring) if mine else [places.pop() for _ in range(landing_slots)]
-                    compute = self.streams.own if mine else self.streams.others
-                    free = [driver.create_event() for _ in here]
-                    self.members.append(Member(Lines(view, self._device), here, [], free, compute))
+                    copies, compute = (streams.pull, streams.own) if mine else (streams.fetch, streams.others)
+                    free, computes = [driver.create_event() for _ in here], (compute,) * len(here)
+                    lines = Lines(view, self._device)
+                    self.members.append(Member(lines, tuple(here), [], free, computes, copies))
+                if not kernels.settle():
+                    raise CopyError("its kernels could not be compiled")
+                moves = kernels.all(view.tables, to_dense=False, direct=False)
                 self.turns = Turns(
                     driver, board, board_address, moves, self.members, self.streams, slot_bytes, addresses.edges
                 )

@@ -28,7 +28,7 @@ from sharedmirror.board import Board
 from sharedmirror.copies.driver import Kernel
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.copies.peers import PeerDriver
-from sharedmirror.copies.plan import Chunks, plan_staged
+from sharedmirror.copies.plan import Chunks, Ramp, plan_staged
 from sharedmirror.copies.submission import CopyTables, LaunchTables, Lines
 
 __all__ = ["Member", "Streams", "Turns", "chunk_order", "digest_of", "stretches"]
@@ -52,13 +52,15 @@ class Member:
 
     ``slots`` are where they come to lie in this device's memory, ``sources`` the slots in the memory of the rank that
     pulls them (none for this rank's own), ``free`` events that a slot has been emptied here.
+    ``compute`` is the stream of each slot's kernels: one for all.
     """
 
     lines: Lines
-    slots: list[int]
+    slots: tuple[int, ...]
     sources: list[int]
     free: list[int]
-    compute: int
+    compute: tuple[int, ...]
+    copies: int
     count: int = 0
     """Chunks so far, of all loads."""
     next_slot: int = 0
@@ -104,7 +106,7 @@ class Turns:
         """Return the chunks of each member's stretch of the sorted frames; None where it is empty."""
         bounds = stretches(len(frames), len(self._members))
         return [
-            member.lines.cuts.get(frames[low:high], self._slot_bytes) if high > low else None
+            member.lines.cuts.get(frames[low:high], self._slot_bytes, ramp=Ramp.DOWN) if high > low else None
             for member, (low, high) in zip(self._members, bounds, strict=True)
         ]
 
@@ -149,7 +151,8 @@ class Turns:
             else:
                 self._fetch(at, _size(cuts[at], chunk))
             launches[at].submit(chunk)
-            driver.record(members[at].free[members[at].next_slot], members[at].compute)
+            slot = members[at].next_slot
+            driver.record(members[at].free[slot], members[at].compute[slot])
             members[at].count += 1
             members[at].next_slot = members[at].count % len(members[at].slots)
         self.follow(streams.others, streams.own)
@@ -169,7 +172,7 @@ class Turns:
         driver.wait(stream, own.free[own.next_slot])
         copies.submit(chunk, stream)
         driver.write_word(stream, self._words + board.produced(board.me), (own.count + 1) & _WORD)
-        self.follow(own.compute, stream)
+        self.follow(own.compute[own.next_slot], stream)
 
     def _fetch(self, at: int, size_bytes: int) -> None:
         driver, board, stream, other = self._driver, self._board, self._streams.fetch, self._members[at]
@@ -178,7 +181,7 @@ class Turns:
         source = other.sources[other.count % len(other.sources)]
         driver.copy(other.slots[other.next_slot], source, size_bytes, stream)
         driver.write_word(stream, self._words + board.consumed(board.me, at), (other.count + 1) & _WORD)
-        self.follow(other.compute, stream)
+        self.follow(other.compute[other.next_slot], stream)
 
     def all_taken(self) -> bool:
         """Return whether every other rank has consumed all that this one produced."""

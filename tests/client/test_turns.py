@@ -34,6 +34,7 @@ from sharedmirror.types import BOARD_BLOCK_BYTES
 Bytes = npt.NDArray[np.uint8]
 SLOT_BYTES = 128 << 10
 PATIENCE_S = 10.0
+OPERATION_BYTES = 112
 
 
 def numbers(address: int, count: int) -> list[int]:
@@ -45,6 +46,7 @@ class FakeDriver(PeerDriver):
 
     def __init__(self, one_queue: bool) -> None:
         self.has_batches = True
+        self.has_row_batches = one_queue
         self.one_queue = one_queue
         self.queues: dict[int, deque[tuple[Callable[[], bool], Callable[[], None]]]] = {}
         self.recorded: list[int] = []
@@ -90,6 +92,12 @@ class FakeDriver(PeerDriver):
         row = numbers(description, 16)
         for at in range(row[15]):
             self.copy(row[11] + at * row[13], row[4] + at * row[6], row[14], stream)
+
+    def copy_rows_batch(self, operations: int, count: int, stream: int) -> None:
+        for at in range(count):
+            row = numbers(operations + at * OPERATION_BYTES, 13)
+            for line in range(row[11]):
+                self.copy(row[6] + line * row[7], row[1] + line * row[2], row[10], stream)
 
     def launch(self, kernel: Kernel, shape: int, arguments: int) -> None:
         values = [numbers(at, 1)[0] for at in numbers(arguments, 9)]
@@ -151,10 +159,10 @@ class Rank:
         for other in ranks:
             mine = other is self
             here = places(self.ring) if mine else places(self.landing[other.me])
-            free = [self.driver.create_event() for _ in here]
+            free, compute = [self.driver.create_event() for _ in here], (2 if mine else 4,) * len(here)
             sources = [] if mine else places(other.ring)
             lines = Lines(self.view, torch.device("cpu"))
-            members.append(Member(lines, here, sources, free, 2 if mine else 4))
+            members.append(Member(lines, tuple(here), sources, free, compute, 1 if mine else 3))
         kernels = [Kernel(0, 128, 0) for _ in self.view.tables]
         address = int(self.board.bytes.ctypes.data)
         edges = np.zeros(0, np.int64)
