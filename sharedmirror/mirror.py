@@ -328,8 +328,8 @@ class SharedHostMirror:
         ``together`` promises that every rank that shares planes with this one makes the same call: the same hit and
         host frames, in the same order among such calls and whatever else waits for other ranks; device pages may
         differ. Then each GPU pulls a part over its own link and they exchange the parts, where that is faster. When a
-        rank does not come within 10 s, or loads something else, PartMissing or RanksDisagree is raised here or by the transfer,
-        the loaded device pages are undefined, and from then on each rank loads by itself.
+        rank does not come within 10 s, or loads something else, PartMissing or RanksDisagree is raised here or by the
+        transfer, the loaded device pages are undefined, and from then on each rank loads by itself.
         """
         with self._gate:
             ledger = self._ledger_of("load")
