@@ -7,17 +7,18 @@ copies what it reads.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
 from sharedmirror.copies.driver import Driver, Kernel, launch_shapes, row_copies, row_operations
 from sharedmirror.copies.kernels import ARGUMENTS
-from sharedmirror.copies.lane import Lane
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.copies.plan import Chunks, Copies, Cuts
 from sharedmirror.copies.view import View
 
-__all__ = ["Arguments", "CopyTables", "DirectTables", "LaunchTables", "Lines"]
+__all__ = ["Arguments", "CopyTables", "DirectTables", "LaunchTables", "Lines", "Ring"]
 
 BLOCKS = 32
 """Blocks of 128 threads that gather or scatter, at 400 to 700 GB/s. More, fewer and larger ones disturbed a
@@ -26,6 +27,15 @@ of 512 threads 1.07 and 1.13."""
 _WIDTH = ARGUMENTS + 2
 _SHAPE_BYTES = 56
 _KEPT_TEMPLATES = 64
+
+
+class Ring(Protocol):
+    """Staging slots, the one that comes next, and the streams: of the copies, and of each slot's kernels."""
+
+    slots: tuple[int, ...]
+    next_slot: int
+    compute: tuple[int, ...]
+    copies: int
 
 
 class Lines:
@@ -63,7 +73,7 @@ class Arguments:
 class _Template:
     """The kernels of all calls that are cut alike: between two of them only the place of the page ids differs."""
 
-    def __init__(self, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Lane) -> None:
+    def __init__(self, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Ring) -> None:
         number, tables, _ = chunks.launches.shape
         values = np.zeros((number, tables, _WIDTH), np.int64)
         values[..., 0] = lines.addresses
@@ -93,7 +103,7 @@ class LaunchTables:
     """The kernels of a call's chunks; used with the lane's lock held, as the tables serve the next call too."""
 
     def __init__(
-        self, driver: Driver, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Lane, ids: int
+        self, driver: Driver, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Ring, ids: int
     ) -> None:
         key = (chunks, lane.next_slot, lane.copies)
         template = lines.templates.get(key)
