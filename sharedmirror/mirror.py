@@ -407,7 +407,7 @@ class SharedHostMirror:
             self._attachment.abandon()
             raise
         self._commits.send_ready()
-        self._pairs = ()
+        self._pairs, self._parts = (), ()
         self._attachment.leave()
 
     def __repr__(self) -> str:

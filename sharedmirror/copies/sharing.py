@@ -85,6 +85,7 @@ class SharedStoreEngine:
         self.drain()
         for engine in self._engines():
             engine.close()
+        self._parts = ()  # they hold views, and views hold the mapping
 
     def _engines(self) -> list[CopyEngine]:
         engines = [self._whole, *(part.engine for part in self._parts)]
