@@ -449,13 +449,8 @@ def _submit(
 def _make_engine(geometry: Geometry, staging_bytes: int | None = None) -> CopyEngine:
     if geometry.device.type != "cuda":
         return CpuEngine(geometry)
-    try:
-        from sharedmirror.copies.staged import SLOT_BYTES, StagedEngine
-    except (ImportError, OSError) as error:
-        _log.warning("event=slow_copies reason=%r remedy='install triton and cuda-bindings'", str(error))
-        from sharedmirror.copies.cuda import CudaEngine
+    from sharedmirror.copies.staged import SLOT_BYTES, StagedEngine
 
-        return CudaEngine(geometry)
     return StagedEngine(geometry, slot_bytes=staging_bytes or SLOT_BYTES)
 
 
