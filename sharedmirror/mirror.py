@@ -11,7 +11,6 @@ All methods may be called from any thread.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import traceback
 from collections.abc import Callable, Iterable
@@ -38,7 +37,7 @@ from sharedmirror.errors import (
     WrongPoolKind,
 )
 from sharedmirror.transfers import HitLike, Ledger, SampleLike, Transfer
-from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed, check_text
+from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed, check_text, launch_id
 
 __all__ = ["Progress", "SharedHostMirror", "flat_bytes_per_host_page"]
 
@@ -121,7 +120,7 @@ class SharedHostMirror:
         # Announced, and so placed, layer by layer: what a layer's fence covers is one stretch of a page.
         planes, (order, _) = self._pool.layout.to_planes(rank, world_size), self._pool.copy_order()
         request = {
-            "pool": name, "tag": tag, "engine": engine, "launch": os.environ.get("SHAREDMIRROR_LAUNCH_ID"),
+            "pool": name, "tag": tag, "engine": engine, "launch": launch_id(),
             "role": "worker", "rank": rank, "world_size": world_size, "page_size": self.page_size,
             "frames_per_page": frames_per_page, "kind": self._kind.value, "layout": self._layout.value,
             "num_host_pages": num_host_pages, "wait_s": ATTACH_WAIT_S,
