@@ -70,15 +70,15 @@ class HostMemory:
 
 
 def pool(host: HostMemory, slice_bytes: int, layout: str) -> Geometry:
-    """Return 64 layers of K and V with every plane a tensor of its own."""
+    """Return 64 layers of K and V with every plane a tensor of its own, on the host in layer order."""
     planes = []
+    order = tuple(half * PLANES // 2 + layer for layer in range(PLANES // 2) for half in (0, 1))
     for number in range(PLANES):
         device = torch.randint(0, 256, (POOL_PAGES, slice_bytes), dtype=torch.uint8, device="cuda")
         stride = slice_bytes * (PLANES if layout == "page" else 1)
-        base = number * slice_bytes * (1 if layout == "page" else POOL_PAGES)
+        base = order.index(number) * slice_bytes * (1 if layout == "page" else POOL_PAGES)
         on_host = torch.as_strided(host.bytes, (POOL_PAGES, slice_bytes), (stride, 1), base)
         planes.append(PlaneGeometry(f"plane{number}", device, on_host))
-    order = tuple(half * PLANES // 2 + layer for layer in range(PLANES // 2) for half in (0, 1))
     after = [0] * PLANES
     for position, plane in enumerate(order, start=1):
         after[plane] = position
@@ -227,6 +227,7 @@ def measure_layouts(report: Report, limits: Limits, host: HostMemory, wanted: li
         slice_bytes = int(kib) << 10
         geometry = pool(host, slice_bytes, layout)
         engine = StagedEngine(geometry)
+        engine.wait_for_kernels()
         total, name = PAGES * PLANES * slice_bytes, f"`{layout}`, slices of {slice_bytes >> 10} KiB"
         rates(report, limits, engine, f"{name}, scattered", total, scattered(), target)
         if layout == "slab":
@@ -345,6 +346,7 @@ class NotMeasured(Exception):
 def interference(report: Report, limits: Limits, host: HostMemory, wanted: list[str]) -> None:
     slice_bytes = 16 << 10
     engine = StagedEngine(pool(host, slice_bytes, "page"))
+    engine.wait_for_kernels()
     total, pairs, stream = PAGES * PLANES * slice_bytes, scattered(), torch.cuda.Stream()
     device = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)

@@ -11,8 +11,8 @@ The layout, in native byte order, all words aligned::
     buckets   one u32 each: page + 1 of the first record of a chain, 0 for none
     records   one a page: generation u64, next u32 (as a bucket), key length u8, key of up to 64 bytes
 
-A record is linked by the store of one aligned word, after all of it is written. Must not import torch
-or numpy: the daemon and schedulers use this module.
+A record is linked by the store of one aligned word, after all of it is written. Must not import
+torch at all, and numpy only to find many keys: the daemon uses this module, which has neither.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ BUCKET_WORD = HEADER_BYTES // 4
 _BACK = RECORD_BYTES - KEY_AT
 _LONGEST_CHAIN = 256
 """A torn read can lead in a circle; no honest chain is nearly as long."""
+_MANY = 256
+"""From so many keys on, numpy pays."""
 _TOUCH_BYTES = 1 << 16
 """The kernel maps so much around a page that is read, as far as it is there."""
 
@@ -88,10 +90,13 @@ class IndexReader:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the page of each key, 0 for one that is not there. Keys have 1 to 64 bytes."""
+        listed = list(keys)
+        if len(listed) >= _MANY and len(set(map(len, listed))) == 1:
+            return self._find_many(listed)
         words, memory, mask, pages = self._words, self._memory, self._mask, self._pages
         keys_at = self._records_at - _BACK
         found = []
-        for key in keys:
+        for key in listed:
             entry = words[BUCKET_WORD + (bucket_of(key) & mask)]
             if 0 < entry <= pages:
                 at = keys_at + RECORD_BYTES * entry
@@ -101,6 +106,24 @@ class IndexReader:
                     found.append(self._follow(key, at))
             else:
                 found.append(0)
+        return found
+
+    def _find_many(self, keys: list[bytes]) -> list[int]:
+        """Find keys of one length, all in step: in a large index each is a cache miss or two, and so they overlap."""
+        import numpy as np
+
+        length, many = len(keys[0]), len(keys)
+        words, octets = (np.frombuffer(self._memory, kind) for kind in (np.uint32, np.uint8))
+        buckets = np.fromiter(map(bucket_of, keys), np.int64, many) & self._mask
+        entries = words[BUCKET_WORD + buckets].astype(np.int64)
+        entries[entries > self._pages] = 0
+        at = self._records_at - _BACK + RECORD_BYTES * np.maximum(entries, 1)
+        places = np.ndarray(len(octets) - length + 1, f"V{length}", self._memory, strides=(1,))
+        there, wanted = (np.frombuffer(raw, np.uint8).reshape(many, length) for raw in (places[at], b"".join(keys)))
+        equal = (there == wanted).all(axis=1) & (octets[at - 1] == length)
+        found: list[int] = np.where(equal & (entries > 0), entries - 1, 0).tolist()
+        for other in np.flatnonzero(~equal & (entries > 0)).tolist():
+            found[other] = self._follow(keys[other], int(at[other]))
         return found
 
     def _follow(self, key: bytes, at: int) -> int:

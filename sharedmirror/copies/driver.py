@@ -13,14 +13,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.errors import CopyError
 
-__all__ = ["BATCH_COPIES", "Driver", "Kernel", "launch_shapes", "row_copies"]
+if TYPE_CHECKING:
+    from sharedmirror.copies.move import Binary
+
+__all__ = ["BATCH_COPIES", "Driver", "Kernel", "bind", "launch_shapes", "row_copies", "row_operations"]
 
 BATCH_COPIES = 1024
 """Most copies in one batch call: very long batches have crashed some drivers."""
@@ -31,6 +34,7 @@ _HOST_POINTER_USABLE = 91
 _UNIFIED = 4
 _SOURCE_ORDER_STREAM = 1
 _PREFER_OVERLAP = 1
+_OPERAND_POINTER = 1
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (_U,),
@@ -60,6 +64,11 @@ _BATCH_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyBatchAsync_v2": (_P, _P, _P, _N, _P, _P, _N, _P),
     "cuMemcpyBatchAsync": (_P, _P, _P, _N, _P, _P, _N, _P, _P),
 }
+_ROWS_BATCH_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuMemcpy3DBatchAsync_v2": (_N, _P, ctypes.c_ulonglong, _P),
+    "cuMemcpy3DBatchAsync": (_N, _P, _P, ctypes.c_ulonglong, _P),
+}
+_OPERATION_BYTES = 112
 
 
 @dataclass(frozen=True)
@@ -76,15 +85,20 @@ class Driver:
 
     def __init__(self, device: int) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._calls = {name: _bind(library, name, types) for name, types in _SIGNATURES.items()}
+        self._calls = {name: bind(library, name, types) for name, types in _SIGNATURES.items()}
         name = next((name for name in _BATCH_SIGNATURES if hasattr(library, name)), None)
         self.has_batches = name is not None
         if name is not None:
-            self._batch = _bind(library, name, _BATCH_SIGNATURES[name])
+            self._batch = bind(library, name, _BATCH_SIGNATURES[name])
         # One attribute for all copies. The bytes are read in stream order: kernels before may have written them.
         self._attributes = np.array([_SOURCE_ORDER_STREAM, 0, 0, 0, 0, _PREFER_OVERLAP], np.int32)
         self._attribute_of, self._failed_at = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
         failed_at = (self._failed_at.ctypes.data,) if name == "cuMemcpyBatchAsync" else ()
+        name = next((name for name in _ROWS_BATCH_SIGNATURES if hasattr(library, name)), None)
+        self.has_row_batches = name is not None
+        if name is not None:
+            self._rows_batch = bind(library, name, _ROWS_BATCH_SIGNATURES[name])
+        self._rows_failed_at = (self._failed_at.ctypes.data,) if name == "cuMemcpy3DBatchAsync" else ()
         self._batch_tail = (self._attributes.ctypes.data, self._attribute_of.ctypes.data, 1, *failed_at)
         self._modules: list[int] = []
         self._call("cuInit", 0)
@@ -108,11 +122,12 @@ class Driver:
         self._call("cuDeviceGetAttribute", ctypes.byref(flag), _HOST_POINTER_USABLE, self.device)
         return bool(flag.value)
 
-    def load_kernel(self, image: bytes, name: str, *, threads: int, shared_bytes: int) -> Kernel:
+    def load_kernel(self, binary: Binary) -> Kernel:
         """Load a compiled kernel; it stays until ``close``."""
-        module = self._made("cuModuleLoadData", image)
+        module = self._made("cuModuleLoadData", binary.image)
         self._modules.append(module)
-        return Kernel(self._made("cuModuleGetFunction", module, name.encode()), threads, shared_bytes)
+        function = self._made("cuModuleGetFunction", module, binary.name.encode())
+        return Kernel(function, binary.threads, binary.shared_bytes)
 
     def launch(self, kernel: Kernel, shape: int, arguments: int) -> None:
         """Enqueue a kernel; ``shape`` is the address of a row of ``launch_shapes``.
@@ -144,6 +159,15 @@ class Driver:
         code = self._copy_rows(description, stream)
         if code:
             self._refuse("cuMemcpy2DAsync", code)
+
+    def copy_rows_batch(self, operations: int, count: int, stream: int) -> None:
+        """Enqueue ``count`` 2D copies; ``operations`` is the address of a row of ``row_operations``."""
+        for low in range(0, count, BATCH_COPIES):
+            code = self._rows_batch(
+                min(BATCH_COPIES, count - low), operations + _OPERATION_BYTES * low, *self._rows_failed_at, 0, stream
+            )
+            if code:
+                self._refuse("cuMemcpy3DBatchAsync", code)
 
     def create_stream(self) -> int:
         """Return a new stream that does not wait for the legacy null stream."""
@@ -201,13 +225,13 @@ class Driver:
         raise CopyError(f"{name} failed with {code}: {what}", cuda=code)
 
 
-def launch_shapes(blocks: Ids, threads: Ids, shared_bytes: Ids, stream: int) -> Ids:
+def launch_shapes(blocks: Ids, threads: Ids, shared_bytes: Ids, streams: Ids | int) -> Ids:
     """Return launch configurations (CUlaunchConfig), one per row of the result; they have 56 bytes."""
     table = np.zeros((len(blocks), 14), np.uint32)
     table[:, 0], table[:, 3], table[:, 6] = blocks, threads, shared_bytes
     table[:, (1, 2, 4, 5)] = 1
     shapes: Ids = table.view(np.int64)
-    shapes[:, 4] = stream
+    shapes[:, 4] = streams
     return shapes
 
 
@@ -221,7 +245,19 @@ def row_copies(targets: Ids, sources: Ids, target_pitches: Ids, source_pitches: 
     return table
 
 
-def _bind(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+def row_operations(targets: Ids, sources: Ids, target_pitches: Ids, source_pitches: Ids, widths: Ids, rows: Ids) -> Ids:
+    """Return the same as operations of a batch (CUDA_MEMCPY3D_BATCH_OP), one per row of the result."""
+    table = np.zeros((len(targets), _OPERATION_BYTES // 8), np.int64)
+    table[:, 0] = table[:, 5] = _OPERAND_POINTER
+    table[:, 1], table[:, 2], table[:, 3] = sources, source_pitches, rows
+    table[:, 6], table[:, 7], table[:, 8] = targets, target_pitches, rows
+    table[:, 10], table[:, 11], table[:, 12] = widths, rows, 1
+    table[:, 13] = _SOURCE_ORDER_STREAM | _PREFER_OVERLAP << 32
+    return table
+
+
+def bind(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+    """Return a function of the library with its types; raises AttributeError."""
     function = getattr(library, name)
     function.argtypes, function.restype = types, ctypes.c_int
     bound: Callable[..., int] = function

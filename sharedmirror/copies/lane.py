@@ -1,8 +1,9 @@
 """One direction of the staged engine: its streams, its staging slots, its room for page ids.
 
-Kernels run on one stream and copies on another, so that one chunk is gathered or scattered while another
-is on the link. All copies are on a single stream: two copies in one direction at once were measured to
-be slower together (48 GB/s instead of 51 and more).
+Each slot has a stream for its kernels: beside a model whose kernels fill every multiprocessor others get
+in only between two of those, and then the kernels of all slots should. Copies are on a single stream of
+their own, so that one chunk is gathered or scattered while another is on the link: two copies in one
+direction at once were measured to be slower together (48 GB/s instead of 51 and more).
 
 Kept here: whatever a kernel or a copy under way reads or writes stays as it is until an event says that
 the call is complete; nothing waits for the device, unless the room for page ids is used up.
@@ -12,11 +13,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
 
 from sharedmirror.copies.driver import Driver
 from sharedmirror.copies.pairs import Ids
+
+if TYPE_CHECKING:
+    from sharedmirror.copies.submission import DirectTables
 
 __all__ = ["ID_ROOM", "IdRing", "Lane"]
 
@@ -72,20 +77,29 @@ class Lane:
         self.ids = IdRing(device)
         self.slot_bytes = slot_bytes
         self._staging = torch.empty((slots, slot_bytes), dtype=torch.uint8, device=device)
-        self.slots = [int(row.data_ptr()) for row in self._staging]
+        self.slots = tuple(int(row.data_ptr()) for row in self._staging)
         self.free = [driver.create_event() for _ in range(slots)]
         """Recorded when the last chunk in a slot has left it."""
         self.next_slot = 0
+        self.direct: dict[tuple[bool, int], DirectTables] = {}
+        """Kernels without staging that were launched before: for the whole view or not, and so many groups."""
         # A higher priority for kernels was measured to change nothing: blocks that run are not interrupted.
-        self.compute, self.copies = driver.create_stream(), driver.create_stream()
+        self.compute, self.copies = tuple(driver.create_stream() for _ in range(slots)), driver.create_stream()
         self._driver = driver
         self._mark = driver.create_event()
-        self._outer = {raw: torch.cuda.ExternalStream(raw, device=device) for raw in (self.compute, self.copies)}
+        self._outer = {raw: torch.cuda.ExternalStream(raw, device=device) for raw in (*self.compute, self.copies)}
 
-    def follow(self, stream: int, before: int) -> None:
-        """Make later work on ``stream`` wait for all work that is on the stream ``before``."""
+    def follow(self, before: int, *streams: int) -> None:
+        """Make later work on ``streams`` wait for all work that is on the stream ``before``."""
         self._driver.record(self._mark, before)
-        self._driver.wait(stream, self._mark)
+        for stream in streams:
+            self._driver.wait(stream, self._mark)
+
+    def join(self, stream: int) -> None:
+        """Make later work on one of the lane's streams wait for the kernels of all slots."""
+        for before in self.compute:
+            if before != stream:
+                self.follow(before, stream)
 
     def event(self, stream: int) -> torch.cuda.Event:
         """Return a new event that is complete when all work on one of the lane's streams is."""
@@ -94,7 +108,7 @@ class Lane:
         return event
 
     def synchronize(self) -> None:
-        """Block until both streams are empty."""
+        """Block until all streams are empty."""
         for stream in self._outer:
             self._driver.synchronize(stream)
 

@@ -2,7 +2,8 @@
 
 Kernels gather and scatter in the device's own memory, a few blocks at a time through slots that stay in
 its cache; copy engines do the long haul. Small calls are one kernel that reads or writes host memory;
-calls whose bytes lie in long stretches anyway are copies and nothing else (``plan.choose_route``).
+calls whose bytes lie in long stretches anyway are copies and nothing else (``plan.choose_route``), and so are
+those that come before the kernels are compiled.
 
 Kept here, beside what ``interface`` asks for: a call costs the CPU a few microseconds per chunk and
 never waits for the device; stores and loads have streams and slots of their own, so that both may
@@ -13,23 +14,32 @@ Host memory is registered with the driver before it appears in a geometry.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
-from sharedmirror.copies.cuda import CudaCompletion
 from sharedmirror.copies.driver import Driver
 from sharedmirror.copies.interface import Event, Geometry, Stream
 from sharedmirror.copies.kernels import MoveKernels
 from sharedmirror.copies.lane import ID_ROOM, Lane
 from sharedmirror.copies.pairs import Ids
-from sharedmirror.copies.plan import Route, choose_route, plan_plain, plan_staged, sort_by_frame, starts_by_kernel
-from sharedmirror.copies.submission import CopyTables, LaunchTables, Lines, direct_launches
+from sharedmirror.copies.plan import (
+    Ramp,
+    Route,
+    choose_route,
+    head_pages,
+    plan_plain,
+    plan_staged,
+    sort_by_frame,
+    starts_by_kernel,
+)
+from sharedmirror.copies.submission import CopyTables, DirectTables, LaunchTables, Lines
 from sharedmirror.copies.view import Addresses, build_view, layered_view
 from sharedmirror.errors import ClosedError, CopyError, UsageError
 
-__all__ = ["StagedEngine"]
+__all__ = ["CudaCompletion", "StagedEngine"]
 
 SLOT_BYTES = 48 << 20
 SLOTS = 2
@@ -39,7 +49,36 @@ how much a memory-bound chain slows down (1.05 to 1.06 in stores, 1.08 in loads,
 DIRECT_BLOCKS = 132
 """Blocks of a small call's kernel: reading over the link needs many words under way."""
 MAX_PAGES = ID_ROOM // 4
+_PLAIN_COPIES = 1 << 20
 _LEGACY_STREAMS = (0, 1)
+_POLL_S = 50e-6
+
+
+class CudaCompletion:
+    """Complete when its event is."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        """Return whether every copy is complete; raises CopyError."""
+        with _device_errors():
+            return bool(self._event.query())
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block until done, at most ``timeout_s`` seconds; return done(). Raises CopyError."""
+        if timeout_s is None:
+            with _device_errors():
+                self._event.synchronize()
+            return True
+        deadline, pause = time.monotonic() + timeout_s, _POLL_S
+        while not self.done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 1e-3)
+        return True
 
 
 class StagedEngine:
@@ -64,14 +103,14 @@ class StagedEngine:
                 self._store = Lane(self._driver, self._device, slots, slot_bytes)
                 self._load = Lane(self._driver, self._device, slots, slot_bytes)
                 self._lanes: tuple[Lane, ...] = (self._store, self._load)
-                self._kernels = MoveKernels(self._driver)
                 self._small = self._driver.reads_registered_memory
-                for table in (*self._whole.view.tables, *layered.tables):
-                    for to_host in (True, False):
-                        self._kernels.get(table, to_dense=to_host, direct=False)
-                        self._kernels.get(table, to_dense=to_host, direct=True)
             # Tables are up, and memory that the allocator handed over has no earlier user any more.
             torch.cuda.synchronize(self._device)
+        self._kernels = MoveKernels(self._driver, self._device, [*self._whole.view.tables, *layered.tables])
+
+    def wait_for_kernels(self) -> bool:
+        """Block until the kernels are compiled; return whether they are. Without them copies are slower."""
+        return self._kernels.settle()
 
     def store(self, device_pages: Ids, host_frames: Ids, stream: Stream) -> CudaCompletion:
         """Copy device to host, as if enqueued on ``stream``; raises CopyError."""
@@ -91,11 +130,9 @@ class StagedEngine:
         for lane in self._lanes:
             with lane.lock:
                 events = lane.ids.events()
-            try:
+            with _device_errors():
                 for event in events:
                     event.synchronize()
-            except RuntimeError as error:
-                raise CopyError(f"the device reported an error during a copy: {error}") from error
 
     def close(self) -> None:
         """Drain, and let go of streams, staging and tensors; raises CopyError, and keeps them then."""
@@ -104,6 +141,7 @@ class StagedEngine:
         with self._store.lock, self._load.lock:
             geometry, self._geometry = self._geometry, None
         try:
+            self._kernels.settle()
             self.drain()
             with self._driver:
                 for lane in self._lanes:
@@ -128,15 +166,16 @@ class StagedEngine:
         self, lane: Lane, pages: Ids, frames: Ids, stream: Stream, *, layered: bool = False
     ) -> list[torch.cuda.Event]:
         """Enqueue all copies; return the events of the view's groups, or fewer that come later."""
-        outer = self._stream(stream)
-        if len(pages) > MAX_PAGES:
-            for low in range(0, len(pages), MAX_PAGES):
-                high = low + MAX_PAGES
+        outer, kernels = self._stream(stream), self._kernels.ready
+        most = MAX_PAGES if kernels else max(1, _PLAIN_COPIES // len(self._addresses.slice_bytes))
+        if len(pages) > most:
+            for low in range(0, len(pages), most):
+                high = low + most
                 last = self._submit(lane, pages[low:high], frames[low:high], outer, layered=layered)[-1]
             return [last]
         if len(pages) == 0:
             return [outer.record_event()]
-        route = choose_route(self._addresses, pages, frames)
+        route = choose_route(self._addresses, pages, frames) if kernels else Route.PLAIN
         lines = self._layered if layered else self._whole
         with lane.lock, self._ready(lane, outer):
             if route is Route.DIRECT and self._small:
@@ -151,22 +190,26 @@ class StagedEngine:
     def _direct(self, lane: Lane, pages: Ids, frames: Ids, outer: torch.cuda.Stream) -> torch.cuda.Event:
         """Kernels only, on the caller's own stream where that may be."""
         legacy = outer.cuda_stream in _LEGACY_STREAMS
-        stream = lane.compute if legacy else outer.cuda_stream
+        stream = lane.compute[0] if legacy else outer.cuda_stream
         ids, _ = lane.ids.put(pages, frames)
         if legacy:
-            lane.follow(stream, outer.cuda_stream)
-        self._launch_direct(lane, self._whole, len(self._whole.view.groups) - 1, ids, len(pages), stream)
+            lane.follow(outer.cuda_stream, stream)
+        count = len(pages)
+        self._launch_direct(lane, self._whole, 1, (ids, ids + 8 * count, count), stream)
         event = lane.event(stream) if legacy else outer.record_event()
         lane.ids.taken(event)
         if legacy:
             outer.wait_event(event)
         return event
 
-    def _launch_direct(self, lane: Lane, lines: Lines, groups: int, ids: int, count: int, stream: int) -> None:
-        """Move the first groups straight between device and host; ``ids``: where pages and then frames lie."""
-        kernels = self._kernels.all(lines.view.tables, to_dense=lane is self._store, direct=True)
-        for kernel, shape, arguments in direct_launches(lines, kernels, groups, ids, count, stream, DIRECT_BLOCKS):
-            self._driver.launch(kernel, shape, arguments.row(0))
+    def _launch_direct(self, lane: Lane, lines: Lines, groups: int, ids: tuple[int, int, int], stream: int) -> None:
+        """Move the first groups straight between device and host; ``ids``: addresses of pages and frames, count."""
+        key = lines is self._whole, groups
+        tables = lane.direct.get(key)
+        if tables is None:
+            kernels = self._kernels.all(lines.view.tables, to_dense=lane is self._store, direct=True)
+            tables = lane.direct[key] = DirectTables(self._driver, kernels, lines, groups, DIRECT_BLOCKS)
+        tables.submit(ids, stream)
 
     def _plain(
         self, lane: Lane, lines: Lines, pages: Ids, frames: Ids, outer: torch.cuda.Stream
@@ -174,7 +217,7 @@ class StagedEngine:
         """Copies alone."""
         copies = CopyTables(self._driver, plan_plain(self._addresses, lines.view, pages, frames), lane is self._store)
         lane.ids.put()
-        lane.follow(lane.copies, outer.cuda_stream)
+        lane.follow(outer.cuda_stream, lane.copies)
         events = []
         for group in range(len(lines.view.groups) - 1):
             copies.submit(group, lane.copies)
@@ -187,39 +230,53 @@ class StagedEngine:
     ) -> list[torch.cuda.Event]:
         """Chunk by chunk: kernel, then copies, in a store; copies, then kernel, in a load."""
         to_host = lane is self._store
-        first, view = lane.next_slot, lines.view
+        view, count, first = lines.view, len(pages), lane.next_slot
+        compute, kernel_stream = lane.compute[first], lane.compute[first - 1]
         pages, frames = sort_by_frame(pages, frames)
-        host, ids = lane.ids.put(pages, frames)
+        # A kernel that moves the beginning straight away keeps the link busy while the rest is planned.
+        groups = int(self._small and starts_by_kernel(view))
+        head = count if groups else self._small * head_pages(view, count)
+        host, ids = lane.ids.put(pages, frames[:head])
         events: list[torch.cuda.Event] = []
-        lane.follow(lane.compute if to_host else lane.copies, outer.cuda_stream)
-        by_kernel = int(self._small and starts_by_kernel(view))
-        if by_kernel:
-            lane.follow(lane.compute, outer.cuda_stream)
-            self._launch_direct(lane, lines, by_kernel, host, len(pages), lane.compute)
-            events.append(lane.event(lane.compute))
-        self._driver.copy(ids, host, 8 * len(pages), lane.compute)
-        chunks = lines.cuts.get(frames, lane.slot_bytes, by_kernel)
+        lane.follow(outer.cuda_stream, compute if to_host else lane.copies, kernel_stream)
+        if head:
+            self._launch_direct(lane, lines, groups or 1, (host, host + 8 * count, head), kernel_stream)
+        if groups:
+            events.append(lane.event(kernel_stream))
+            # Nothing shares the link with the layers that the model waits for.
+            lane.follow(kernel_stream, lane.copies)
+        elif head:
+            pages, frames = pages[head:], frames[head:]
+            host, ids = host + 8 * head, ids + 8 * head
+        self._driver.copy(ids, host, 8 * len(pages), compute)
+        lane.follow(compute, *lane.compute)
+        chunks = lines.cuts.get(frames, lane.slot_bytes, groups, Ramp.UP if to_host else Ramp.DOWN)
         plan = plan_staged(chunks, frames, lane.slots, first, self._addresses.edges)
         kernels = self._kernels.all(view.tables, to_dense=to_host, direct=False)
         launches = LaunchTables(self._driver, kernels, lines, chunks, lane, ids)
         copies = CopyTables(self._driver, plan, to_host)
         for chunk in range(len(chunks.launches)):
-            free = lane.free[lane.next_slot]
-            lane.next_slot = (lane.next_slot + 1) % len(lane.slots)
+            slot = lane.next_slot
+            compute, free = lane.compute[slot], lane.free[slot]
+            lane.next_slot = (slot + 1) % len(lane.slots)
             if to_host:
-                self._driver.wait(lane.compute, free)
+                self._driver.wait(compute, free)
                 launches.submit(chunk)
-                lane.follow(lane.copies, lane.compute)
+                lane.follow(compute, lane.copies)
                 copies.submit(chunk, lane.copies)
                 self._driver.record(free, lane.copies)
             else:
                 self._driver.wait(lane.copies, free)
                 copies.submit(chunk, lane.copies)
-                lane.follow(lane.compute, lane.copies)
+                lane.follow(lane.copies, compute)
                 launches.submit(chunk)
-                self._driver.record(free, lane.compute)
+                self._driver.record(free, compute)
             if chunk + 1 in chunks.group_ends:
-                events.append(lane.event(lane.copies if to_host else lane.compute))
+                if not to_host:
+                    lane.join(compute)
+                elif head:
+                    lane.follow(kernel_stream, lane.copies)
+                events.append(lane.event(lane.copies if to_host else compute))
         lane.ids.taken(events[-1])
         return events
 
@@ -231,13 +288,12 @@ class StagedEngine:
         with self._driver:
             try:
                 yield
-            except BaseException as error:
+            except BaseException:
                 with suppress(CopyError, RuntimeError):
                     lane.synchronize()
                     outer.synchronize()
-                if isinstance(error, RuntimeError):
-                    raise CopyError(f"the device reported an error during a copy: {error}") from error
-                raise
+                with _device_errors():
+                    raise
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         if stream is None:
@@ -247,3 +303,12 @@ class StagedEngine:
         if stream.device != self._device:
             raise UsageError(f"the stream belongs to {stream.device} and the pool to {self._device}")
         return stream
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """Turn torch's device errors, which are RuntimeErrors, into CopyError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CopyError(f"the device reported an error during a copy: {error}") from error

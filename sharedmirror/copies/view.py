@@ -49,6 +49,7 @@ _WORD_BYTES = 8
 _TILE_WORDS = 2048
 _MOST_ROWS = 64
 _ALIGN = 16
+_FAR = 1 << 62
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +79,15 @@ class Addresses:
         return int(self.slice_bytes.sum())
 
     @cached_property
-    def _grows(self) -> Ids:
-        """Whether neighbouring pages of a plane are one stretch of bytes on both sides."""
+    def _shortest(self) -> tuple[int, int]:
+        """The shortest slice of planes in which neighbours are one stretch of bytes on both sides, and of others."""
         tight = (self.device_stride == self.slice_bytes) & (self.host_stride == self.slice_bytes)
-        grows: Ids = tight.astype(np.int64)
-        return grows
+        return tuple(int(self.slice_bytes[which].min(initial=_FAR)) for which in (tight, ~tight))  # type: ignore[return-value]
 
-    def longest_run(self, pages: int) -> Ids:
-        """Return how long a stretch of bytes a run of pages is, for each plane."""
-        longest: Ids = self.slice_bytes * (1 + (pages - 1) * self._grows)
-        return longest
+    def shortest_stretch(self, pages: int) -> int:
+        """Return the least, over all planes, of the stretch of bytes that a run of pages is."""
+        growing, fixed = self._shortest
+        return min(pages * growing, fixed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,7 +151,8 @@ def test_the_bytes_of_a_worker_killed_while_storing_never_show_up(
     closing.append(heir.close)
     old_scheduler = connect(daemon.socket, engine="old")
     closing.append(old_scheduler.close)
-    client = connect(daemon.socket, engine="new")
+    # Its fair share beside the dead engine would be half of the pool.
+    client = connect(daemon.socket, engine="new", max_held=PAGES)
     closing.append(client.close)
 
     doubtful = old_scheduler.lease(PAGES // 2)

@@ -49,7 +49,9 @@ def make_pool(dtype: torch.dtype = torch.bfloat16, device: str = "cuda", row: tu
 
 
 def attach(daemon: FakeDaemon, pool: Any, **options: Any) -> SharedHostMirror:
-    return SharedHostMirror(pool, 16, _open=daemon.open, **options)
+    mirror = SharedHostMirror(pool, 16, _open=daemon.open, **options)
+    assert mirror._engine.wait_for_kernels()  # type: ignore[attr-defined]
+    return mirror
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,7 +205,7 @@ def test_a_failed_registration_leaves_nothing(daemon: FakeDaemon, monkeypatch: p
 
 def test_transfers_complete_with_their_copies(daemon: FakeDaemon) -> None:
     with attach(daemon, make_pool(), pages="leased", layout="page") as mirror:
-        lease: Any = Lease(1, 1, (3, 4), (1, 1))  # type: ignore[arg-type]
+        lease: Any = Lease(1, 1, (3,), (1,))  # type: ignore[arg-type]
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(LONG_CYCLES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -185,6 +186,24 @@ def sharers(daemon: Daemon) -> Iterator[list[Rank]]:
     yield engine
     for rank in engine:
         rank.close()
+
+
+def test_a_closed_mirror_of_shared_planes_keeps_no_memory(daemon: Daemon) -> None:
+    mirrors: list[SharedHostMirror] = []
+
+    def attach(rank: int) -> None:
+        options: Any = {"rank": rank, "world_size": 2, "pages": "leased", "layout": "page", "shard": (0, 1)}
+        mirrors.append(mirror_of(daemon, make_pool(), **options))
+
+    threads = [threading.Thread(target=attach, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mirror in mirrors:
+        mirror.close()
+    daemon.wait_status(lambda status: not status["sessions"], "both ranks have left, though their mirrors are held")
+    assert len(mirrors) == 2
 
 
 def test_shared_planes_are_stored_once_by_turns(daemon: Daemon, sharers: list[Rank]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharedmirror.copies import plan
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.copies.plan import (
     MAX_PITCH,
@@ -20,8 +21,10 @@ from sharedmirror.copies.plan import (
     Chunks,
     Copies,
     Cuts,
+    Ramp,
     Route,
     choose_route,
+    head_pages,
     plan_plain,
     plan_staged,
     sort_by_frame,
@@ -100,7 +103,9 @@ def move(target: int, source: int, size: int) -> None:
 
 
 def run_copies(copies: Copies, chunk: int, to_host: bool) -> None:
-    first, middle, last = (int(a) for a in (copies.bounds[chunk], copies.middles[chunk], copies.bounds[chunk + 1]))
+    middles = copies.bounds[1:] if copies.middles is None else copies.middles
+    first, middle, last = (int(a) for a in (copies.bounds[chunk], middles[chunk], copies.bounds[chunk + 1]))
+    assert copies.table.flags.f_contiguous
     for at, copy in enumerate(copies.table[first:last].tolist(), first):
         host, device, width, rows, host_pitch, device_pitch = copy
         assert (rows == 1) == (at < middle)
@@ -125,19 +130,22 @@ def run_kernel(view: View, chunks: Chunks, pages: Ids, chunk: int, slot: int, to
 
 
 def plan_for(
-    view: View, frames: Ids, slots: list[int], slot_bytes: int, edges: Ids, first_slot: int = 0, first_group: int = 0
-) -> tuple[Chunks, Copies]:
-    chunks = Cuts(view).get(frames, slot_bytes, first_group)
-    return chunks, plan_staged(chunks, frames, slots, first_slot, edges)
+    view: View, frames: Ids, slots: list[int], slot_bytes: int, edges: Ids, first_slot: int = 0, first_group: int = 0,
+    ramp: Ramp = Ramp.NONE,
+) -> tuple[Chunks, Copies]:  # fmt: skip
+    chunks = Cuts(view).get(frames, slot_bytes, first_group, ramp)
+    return chunks, plan_staged(chunks, frames, tuple(slots), first_slot, edges)
 
 
-def run_staged(world: World, view: View, to_host: bool, slots: int = 2, first_slot: int = 1) -> Copies:
+def run_staged(
+    world: World, view: View, to_host: bool, slots: int = 2, first_slot: int = 1, ramp: Ramp = Ramp.NONE
+) -> Copies:
     room = np.random.default_rng(1).integers(0, 256, slots * SLOT_BYTES + 16, np.uint8)
     base = -(-room.ctypes.data // 16) * 16
     places = [base + at * SLOT_BYTES for at in range(slots)]
     pages, frames = sort_by_frame(world.pages, world.frames)
     edges = world.addresses.edges
-    chunks, copies = plan_for(view, frames, places, SLOT_BYTES, edges, first_slot)
+    chunks, copies = plan_for(view, frames, places, SLOT_BYTES, edges, first_slot, ramp=ramp)
     for chunk in range(len(chunks.launches)):
         slot = places[(first_slot + chunk) % slots]
         if to_host:
@@ -156,10 +164,15 @@ def groups_of(world: World, number: int, layered: bool) -> list[list[int]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(worlds(), st.booleans(), st.booleans(), st.integers(1, 4))
-def test_staged_moves_every_slice_and_nothing_else(world: World, to_host: bool, layered: bool, groups: int) -> None:
+@given(worlds(), st.booleans(), st.booleans(), st.integers(1, 4), st.sampled_from(Ramp), st.integers(1, 4))
+def test_staged_moves_every_slice_and_nothing_else(
+    world: World, to_host: bool, layered: bool, groups: int, ramp: Ramp, slots: int
+) -> None:
     wanted = world.copied(to_host)
-    run_staged(world, build_view(world.addresses, groups_of(world, groups, layered)), to_host)
+    view = build_view(world.addresses, groups_of(world, groups, layered))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "RAMP_BYTES", 1 << 10)
+        run_staged(world, view, to_host, slots, ramp=ramp)
     assert np.array_equal(world.host if to_host else world.device, wanted)
 
 
@@ -313,3 +326,26 @@ def test_groups_before_the_first_are_left_out() -> None:
     assert rest.launches[0, 0, 4] == view.groups[1]
     moved = (copies.table[:, 2] * copies.table[:, 3]).sum()
     assert moved == 64 * (view.groups[-1] - view.groups[1])
+
+
+def test_stores_begin_with_a_small_chunk_and_loads_end_with_one() -> None:
+    addresses, order, _ = layers(4 << 10, "page")
+    view = build_view(addresses, [order])
+    frames = 2 * np.arange(256, dtype=np.int64)
+    counts = {ramp: Cuts(view).get(frames, 48 << 20, ramp=ramp).counts.tolist() for ramp in Ramp}
+    assert counts[Ramp.UP] == [16, 96, 96, 48]
+    assert counts[Ramp.DOWN] == counts[Ramp.UP][::-1]
+    assert counts[Ramp.NONE] == [32] * 8
+
+
+def test_only_short_calls_begin_with_a_kernel() -> None:
+    for slice_bytes, pages, head in (
+        (1 << 10, 256, 48),
+        (4 << 10, 256, 12),
+        (4 << 10, 16, 8),
+        (16 << 10, 256, 0),
+        (128 << 10, 2, 0),
+    ):
+        addresses, order, after = layers(slice_bytes, "page")
+        assert head_pages(build_view(addresses, [order]), pages) == head
+        assert head_pages(layered_view(addresses, order, after), pages) == 0

@@ -7,6 +7,7 @@ copy would be over long before the data is written, or would still read what com
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +39,9 @@ ROUTES = ("direct", "plain", "staged")
 def engine_of(geometry: Geometry, **options: Any) -> Any:
     from sharedmirror.copies.staged import StagedEngine
 
-    return StagedEngine(geometry, **options)
+    engine = StagedEngine(geometry, **options)
+    assert engine.wait_for_kernels()
+    return engine
 
 
 @pytest.fixture(params=ROUTES)
@@ -443,4 +446,26 @@ def test_no_pairs_is_a_call_too() -> None:
     engine, none = engine_of(geometry), np.zeros(0, np.int64)
     assert engine.store(none, none, None).wait(60)
     assert len(engine.load_with_events(none, none, None)) == 3
+    engine.close()
+
+
+def test_copies_go_without_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the kernels are compiled, and where they cannot be."""
+    monkeypatch.setitem(sys.modules, "sharedmirror.copies.move", None)
+    geometry = build([4096, 48, 70001], gap=16, pages=64, frames=64)
+    from sharedmirror.copies.staged import StagedEngine
+
+    engine = StagedEngine(geometry)
+    assert not engine.wait_for_kernels()
+    pages, frames = (np.random.default_rng(seed).permutation(64)[:40].astype(np.int64) for seed in (1, 2))
+    wanted = {plane.name: plane.device[pages].cpu() for plane in geometry.planes}
+    engine.store(pages, frames, None).wait(None)
+    for plane in geometry.planes:
+        assert torch.equal(plane.host[frames], wanted[plane.name])
+        plane.device.zero_()
+    events = engine.load_with_events(pages, frames, None)
+    events[-1].synchronize()
+    assert all(event.query() for event in events)
+    for plane in geometry.planes:
+        assert torch.equal(plane.device[pages].cpu(), wanted[plane.name])
     engine.close()

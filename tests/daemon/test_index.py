@@ -10,11 +10,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from sharedmirror import index
 from sharedmirror.errors import ProtocolError
 from sharedmirror.index import BUCKET_WORD, IndexReader, IndexShape, bucket_of
 from sharedmirrord.core.pages import PageTable
 from sharedmirrord.index import IndexWriter, SharedIndex
 from tests.daemon.table_problems import problems
+
+
+@pytest.fixture(params=[1, 1 << 30], ids=["in step", "one by one"], autouse=True)
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of one length are found in two ways; both are tried."""
+    monkeypatch.setattr(index, "_MANY", request.param)
 
 
 def written(table: PageTable) -> tuple[IndexWriter, IndexReader]:
@@ -34,6 +41,9 @@ def seal(table: PageTable, *keys: bytes, parent: bytes | None = None) -> list[in
 def same(table: PageTable, reader: IndexReader, keys: list[bytes]) -> None:
     found = reader.find(keys)
     assert found == [table.index.get(key, 0) for key in keys]
+    for length in set(map(len, keys)):
+        alike = [key for key in keys if len(key) == length]
+        assert reader.find(alike) == [table.index.get(key, 0) for key in alike]
     pages = [page for page in found if page]
     assert reader.generations(pages) == [table.generations[page] for page in pages]
 
@@ -67,8 +77,8 @@ def test_keys_of_one_bucket_are_told_apart_and_unlinked_in_any_order() -> None:
     table = PageTable(9)
     writer, reader = written(table)
     mask = IndexShape(9).buckets - 1
-    keys = [key for key in (b"%d" % i for i in range(1000)) if bucket_of(key) & mask == 3][:8]
-    strangers = [key for key in (b"%d" % i for i in range(1000, 2000)) if bucket_of(key) & mask == 3][:8]
+    keys = [key for key in (b"%04d" % i for i in range(1000)) if bucket_of(key) & mask == 3][:8]
+    strangers = [key for key in (b"%04d" % i for i in range(1000, 2000)) if bucket_of(key) & mask == 3][:8]
     for order in (keys, keys[::-1], keys[3:] + keys[:3]):
         seal(table, *keys)
         writer.flush()
@@ -102,7 +112,7 @@ def test_what_is_not_durable_yet_is_not_seen_and_what_is_let_go_is_gone_at_once(
 def test_an_index_built_in_slices_while_the_table_changes(seed: int) -> None:
     rng = random.Random(seed)
     table = PageTable(3000)
-    keys = [b"key%d" % i for i in range(4000)]
+    keys = [b"key%04d" % i for i in range(4000)]
     seal(table, *keys[:2500])
     writer, reader = written(table)
     slices = 0
@@ -127,7 +137,7 @@ def test_torn_memory_gives_misses_and_stale_hits_but_no_error_and_no_hang() -> N
     table = PageTable(64)
     writer, _ = written(table)
     memory = writer._memory
-    keys = [b"k%d" % i for i in range(63)]
+    keys = [b"k%02d" % i for i in range(63)]
     seal(table, *keys)
     writer.flush()
     clean = bytes(memory)

@@ -295,6 +295,22 @@ def tier(start: Any) -> Any:
     return start(memory="256MiB")
 
 
+@pytest.fixture
+def tiers(daemon: Any) -> Iterator[Callable[..., Any]]:
+    """Make both sides of an engine over ``daemon``, without an engine; see ``test_sides.Tier``."""
+    from tests.vllm.test_sides import Tier
+
+    made: list[Tier] = []
+
+    def make(**settings: Any) -> Tier:
+        made.append(Tier(daemon.socket, **settings))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.close()
+
+
 @pytest.fixture(scope="session")
 def prompts() -> Callable[..., list[list[int]]]:
     """Make prompts: ``count`` of them, with shared beginnings and ends of their own."""

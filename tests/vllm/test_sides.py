@@ -6,7 +6,6 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     make_offload_key,
 )
-from vllm.v1.kv_offload.config import OffloadingGroupConfig
+from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig
 
 from sharedmirror.errors import CopyError
 from sharedmirror.integrations.vllm.link import PoolLink
@@ -41,27 +40,32 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 class Tier:
     """One engine's two sides, with ``groups`` cache groups of two layers."""
 
-    def __init__(self, socket: str, *, groups: int = 1, name: str = "0", **options: Any) -> None:
+    def __init__(
+        self, socket: str, *, groups: int = 1, name: str = "0", device: torch.device = DEVICE, page: int = BYTES,
+        per_chunk: int = 1, **options: Any,
+    ) -> None:  # fmt: skip
+        self.device, self.page, tokens = device, page, 16 * per_chunk
         self.options = Options(socket=socket, **({"num_host_pages": 33, "pending_wait_s": 0.0} | options))
         layers = [(f"layer.{2 * g}", f"layer.{2 * g + 1}") for g in range(groups)]
         self.config = config(
             groups=tuple(OffloadingGroupConfig(16, names, g) for g, names in enumerate(layers)),
             parallel=config().parallel.__class__(0, 1, 1, 1, 1, 1, 0, 1, None, False),
+            cache=OffloadingCacheConfig(16, per_chunk),
         )
-        shape = (BLOCKS, BYTES + PAD)
-        rows = [torch.randint(-128, 127, shape, dtype=torch.int8, device=DEVICE) for _ in range(2 * groups)]
+        shape = (BLOCKS, page + PAD)
+        rows = [torch.randint(-128, 127, shape, dtype=torch.int8, device=device) for _ in range(2 * groups)]
         self.rows = rows
-        tensors = [CanonicalKVCacheTensor(tensor, BYTES + PAD) for tensor in rows]
-        refs = [[CanonicalKVCacheRef(2 * g + at, BYTES) for at in range(2)] for g in range(groups)]
+        tensors = [CanonicalKVCacheTensor(tensor, page + PAD) for tensor in rows]
+        refs = [[CanonicalKVCacheRef(2 * g + at, page) for at in range(2)] for g in range(groups)]
         caches = CanonicalKVCaches(tensors, refs)
         names = [f"p{g}" for g in range(groups)]
         pools = [device_pool(caches, refs[g], self.config, g) for g in range(groups)]
         self.keeper = MirrorKeeper(pools, names, self.config, name, "", self.options)
-        self.worker = SharedMirrorWorker(self.keeper, DEVICE, 1, self.options)
+        self.worker = SharedMirrorWorker(self.keeper, device, per_chunk, self.options)
         self.links = [PoolLink(each, name, self.options) for each in names]
         for link in self.links:
             link.wait(10)
-        self.manager = SharedMirrorManager(self.links, [(g, 16) for g in range(groups)], self.options, events=True)
+        self.manager = SharedMirrorManager(self.links, [(g, tokens) for g in range(groups)], self.options, events=True)
         self.jobs = 0
 
     def request(self, name: str, keys: list[OffloadKey]) -> ReqContext:
@@ -69,13 +73,13 @@ class Tier:
         for group in range(len(self.links)):
             mine = [key for key in keys if key[-1] == group]
             for at, key in enumerate(mine):
-                context.set_offload_key_position(key, 16 * (at + 1))
+                context.set_offload_key_position(key, 16 * self.config.cache.blocks_per_chunk * (at + 1))
         self.manager.on_new_request(context)
         return context
 
-    def spec(self, blocks: list[int], sizes: list[int] | None = None) -> GPULoadStoreSpec:
+    def spec(self, blocks: list[int], sizes: list[int] | None = None, first: int = 0) -> GPULoadStoreSpec:
         sizes = sizes or [len(blocks)]
-        return GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=[0] * len(sizes))
+        return GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=[first] * len(sizes))
 
     def store(self, context: ReqContext, keys: list[OffloadKey], spec: GPULoadStoreSpec) -> list[OffloadKey]:
         output = self.manager.prepare_store(keys, context)
@@ -111,19 +115,6 @@ class Tier:
     def close(self) -> None:
         self.manager.shutdown()
         self.worker.shutdown()
-
-
-@pytest.fixture
-def tiers(daemon: Any) -> Iterator[Callable[..., Tier]]:
-    made: list[Tier] = []
-
-    def make(**settings: Any) -> Tier:
-        made.append(Tier(daemon.socket, **settings))
-        return made[-1]
-
-    yield make
-    for tier in made:
-        tier.close()
 
 
 def keys(count: int, *, group: int = 0, seed: int = 0) -> list[OffloadKey]:

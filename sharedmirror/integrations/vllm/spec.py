@@ -25,6 +25,7 @@ from sharedmirror.integrations.vllm.manager import SharedMirrorManager
 from sharedmirror.integrations.vllm.metrics import definitions
 from sharedmirror.integrations.vllm.options import Options
 from sharedmirror.integrations.vllm.places import MirrorKeeper, device_pool
+from sharedmirror.integrations.vllm.sleeping import guard_sleep, sleeping_allocator
 from sharedmirror.integrations.vllm.worker import SharedMirrorWorker
 
 __all__ = ["SharedMirrorOffloadingSpec"]
@@ -77,4 +78,7 @@ class SharedMirrorOffloadingSpec(OffloadingSpec):
             pools = [device_pool(kv_caches, refs, self.config, at) for at, refs in enumerate(kv_caches.group_data_refs)]
             keeper = MirrorKeeper(pools, self._names, self.config, self._engine, self._tag, self._options)
             self._worker = SharedMirrorWorker(keeper, pools[0].device, self.blocks_per_chunk, self._options)
+            allocator = sleeping_allocator()
+            if allocator is not None:
+                guard_sleep(allocator, self._worker)
         return self._worker

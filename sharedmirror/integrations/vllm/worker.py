@@ -7,7 +7,8 @@ What it keeps:
   arrive any more: vLLM gives the blocks to another request then;
 - a store is committed when its copies are complete. One that cannot be made is not committed, so nobody
   ever reads it; vLLM is told that it is over, since it takes no other answer;
-- orders from another instance of the daemon are refused.
+- orders from another instance of the daemon are refused;
+- between ``pause`` and ``resume`` nothing reads or writes the device's blocks: they may be unmapped.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class SharedMirrorWorker(OffloadingWorker):
         self._failed: set[str] = set()
         self._away = False
         self._closing = False
+        self._paused = False
         self._stores = _Lane("sharedmirror-store", self._store)
         self._loads = _Lane("sharedmirror-load", self._load)
         self._commits = _Lane("sharedmirror-commit", self._commit)
@@ -163,6 +165,15 @@ class SharedMirrorWorker(OffloadingWorker):
             if job is not None:
                 job.copied.wait()
 
+    def pause(self) -> None:
+        """Finish the copies under way, and until ``resume`` begin no other: stores are dropped, loads fail."""
+        self._paused = True
+        self.wait(set(self._jobs))
+
+    def resume(self) -> None:
+        """Copy again."""
+        self._paused = False
+
     def shutdown(self) -> None:
         """Finish the copies under way, drop what has not begun, and leave the pools."""
         self._closing = True
@@ -174,21 +185,23 @@ class SharedMirrorWorker(OffloadingWorker):
 
     def _store(self, job: _Job) -> None:
         failed = False
+        transfers: list[Transfer] = []
         try:
-            if not self._closing:
-                self._copy_out(job)
+            if not (self._closing or self._paused):
+                self._copy_out(job, transfers)
         except Exception as error:
             failed = True
             _complain("store", error)
+            self._drain_device()
+        failed = not self._over(transfers, "store") or failed
         if failed or self._closing:
             job.commits.clear()
         job.over(failed=failed)
         self._commits.put(job)
 
-    def _copy_out(self, job: _Job) -> None:
+    def _copy_out(self, job: _Job, transfers: list[Transfer]) -> None:
         order = job.order
         assert isinstance(order, StoreOrder)
-        transfers: list[Transfer] = []
         with self._stream(job) as stream:
             for at, group, blocks, _ in self._groups(job):
                 place = self._place(at, group.instance)
@@ -196,8 +209,6 @@ class SharedMirrorWorker(OffloadingWorker):
                 transfers.append(place.mirror.store(group.lease, pairs, stream))
                 job.commits.append((place, group.lease))
                 job.bytes += _bytes(place, pairs)
-        for transfer in transfers:
-            transfer.wait()
 
     def _commit(self, job: _Job) -> None:
         for place, lease in job.commits:
@@ -219,20 +230,14 @@ class SharedMirrorWorker(OffloadingWorker):
         transfers: list[Transfer] = []
         try:
             late = time.monotonic() - job.begun > self._options.load_timeout_s
-            if self._closing or (late and self.hide_failures):  # the stock connector takes no failure
+            if self._closing or self._paused or (late and self.hide_failures):  # the stock connector takes no failure
                 raise TimeoutError("the load was not begun in time")
             self._copy_in(job, transfers)
         except Exception as error:
             failed = True
             _complain("load", error)
             self._drain_device()
-        for transfer in transfers:
-            # Also after an error: a copy under way goes on writing into the blocks.
-            try:
-                transfer.wait()
-            except SharedMirrorError as error:
-                failed = True
-                _complain("load", error)
+        failed = not self._over(transfers, "load") or failed
         job.settled = True
         job.over(failed=failed)
 
@@ -246,6 +251,17 @@ class SharedMirrorWorker(OffloadingWorker):
                     part = pairs[np.isin(pairs[:, 1] // self._per_chunk, run)]
                     transfers.append(place.mirror.load(pinned, part, stream))
                     job.bytes += _bytes(place, part)
+
+    def _over(self, transfers: list[Transfer], what: str) -> bool:
+        """Wait for all copies, also after an error: one under way goes on in the blocks. Say whether all went well."""
+        good = True
+        for transfer in transfers:
+            try:
+                transfer.wait()
+            except SharedMirrorError as error:
+                good = False
+                _complain(what, error)
+        return good
 
     def _drain_device(self) -> None:
         """A call that failed half way may have left copies behind that no transfer stands for."""
