@@ -498,6 +498,9 @@ def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]
             rank = torch.distributed.get_rank() if distributed else 0
         if world_size is None:
             world_size = torch.distributed.get_world_size() if distributed else 1
+    for what, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RankError(f"{what} is {value!r:.40}; it must be a whole number")
     if world_size < 1 or not 0 <= rank < world_size:
         raise RankError(f"rank {rank} does not fit a world of {world_size}; ranks are 0..world_size-1", rank=rank)
     return rank, world_size
