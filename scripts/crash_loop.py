@@ -95,6 +95,8 @@ class Loop:
         self.counts: collections.Counter[str] = collections.Counter()
         self.violations: list[str] = []
         self.grants: set[tuple[int, int]] = set()
+        self.latest: dict[int, int] = {}
+        """The generation of each page's last grant."""
         self.open: dict[int, tuple[int, set[int]]] = {}
         """Leases under way: engine and pages."""
         self.bereft: set[int] = set()
@@ -207,10 +209,15 @@ class Loop:
             if again:
                 self.violations.append(f"(page, generation) granted twice: {sorted(again)}")
             self.grants.update(map(tuple, report["grant"]))
+            self.latest.update(report["grant"])
             self.counts["pages granted"] += len(pages)
             self.counts["pages granted again after a death"] += len(pages & self.bereft)
             self.bereft -= pages
             self.open[report["lease"]] = (report["engine"], pages)
+        for page, generation in report.get("loaded", ()):
+            # Told before the hit is released, as a grant is before a store: what is pinned is of its last grant.
+            if generation and self.latest.get(page) != generation:
+                self.violations.append(f"page {page} was loaded as of grant {generation}, not {self.latest.get(page)}")
         if "closed" in report:
             self.open.pop(report["closed"], None)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from crash_stage import GROUP_KEYS, GROUPS, PATIENCE_S, POOL, RANKS, Stage
 
-from sharedmirror.control import Client, connect
+from sharedmirror.control import Client, Hit, connect
 from sharedmirror.errors import SharedMirrorError, StaleLease
 from sharedmirror.types import AWAY_HITS, KeyState, Lease
 
@@ -174,10 +174,10 @@ class Scheduler:
         with hit:
             if not len(hit):
                 return
-            self._tell("load", hit, keys)
+            self._load(hit, keys)
             if self.random.random() < 0.2:
                 time.sleep(self.random.uniform(0, 1.0))
-                self._tell("load", hit, keys)
+                self._load(hit, keys)
             if hit.id >= AWAY_HITS:
                 self.stage.count(**{"hits without a daemon": 1})
                 if self.random.random() < 0.8:
@@ -186,6 +186,15 @@ class Scheduler:
             lost = [k for k, s in zip(found, self.client.contains(found), strict=True) if s is not KeyState.HIT]
             if lost:
                 self.stage.violation(f"{self.name}: {lost} are pinned by hit {hit.id} and not readable")
+
+    def _load(self, hit: Hit, keys: list[bytes]) -> int:
+        """Have all ranks load a hit: each page must be of its last grant in all of them; returns the pages verified."""
+        answers = self._tell("load", hit, keys)
+        pages = [page for page in hit.pages if page >= 0]
+        if any(answer != answers[0] for answer in answers):
+            self.stage.violation(f"{self.name}: pages {pages} have generations {answers} in the ranks")
+        self.stage.report(loaded=list(zip(pages, answers[0], strict=True)))
+        return sum(map(len, answers))
 
     def _evict(self) -> None:
         self.stage.count(**{"keys evicted": len(self.client.evict(self._keys()[0]).evicted)})
@@ -203,6 +212,6 @@ class Scheduler:
                 keys = [b"g%d.%d" % (group, number) for number in range(GROUP_KEYS)]
                 with self.client.lookup(keys, "each") as hit:
                     if len(hit):
-                        self.stage.count(**{"pages audited": sum(self._tell("load", hit, keys))})
+                        self.stage.count(**{"pages audited": self._load(hit, keys)})
         except (WorkerLost, SharedMirrorError) as error:
             self.stage.violation(f"{self.name}: in the last round, without kills: {error!r}")

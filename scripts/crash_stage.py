@@ -17,6 +17,7 @@ GROUPS, GROUP_KEYS = 40, 8
 PATIENCE_S = 40.0
 """Longer than any restart takes: who waits this long hangs."""
 GHOST_BYTE = 0xEE
+GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,13 @@ class Stage:
         self.report(violation=text)
 
 
-def content(key: bytes, rank: int, plane: int, size_bytes: int) -> np.ndarray[Any, Any]:
-    mark = b"%b/%d/%d" % (key, rank, plane)
-    return np.frombuffer(hashlib.shake_128(mark).digest(size_bytes), np.uint8)
+def content(key: bytes, generation: int, rank: int, plane: int, size_bytes: int) -> np.ndarray[Any, Any]:
+    """Return the bytes of a page; they begin with the generation, which a reader does not know otherwise."""
+    mark = b"%b/%d/%d/%d" % (key, generation, rank, plane)
+    rest = hashlib.shake_128(mark).digest(size_bytes - GENERATION_BYTES)
+    return np.frombuffer(generation.to_bytes(GENERATION_BYTES, "little") + rest, np.uint8)
+
+
+def generation_in(rows: np.ndarray[Any, Any]) -> int:
+    """Return the generation that a page's bytes tell."""
+    return int.from_bytes(rows.reshape(-1)[:GENERATION_BYTES].tobytes(), "little")

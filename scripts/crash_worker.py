@@ -17,7 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from crash_stage import DEVICE_PAGES, GHOST_BYTE, HOST_PAGES, PAGE_ROWS, PATIENCE_S, POOL, RANKS, Stage, content
+from crash_stage import (
+    DEVICE_PAGES,
+    GHOST_BYTE,
+    HOST_PAGES,
+    PAGE_ROWS,
+    PATIENCE_S,
+    POOL,
+    RANKS,
+    Stage,
+    content,
+    generation_in,
+)
 
 from sharedmirror.adapter import DevicePool
 from sharedmirror.control import Hit
@@ -86,9 +97,9 @@ class Worker:
     def _store(self, peer: Connection[Any, Any], lease: Lease, keys: list[bytes], how: str) -> set[int]:
         """Store the lease's pages and commit them; returns the pages that became readable or lost to a twin."""
         pairs = list(enumerate(lease.pages))
-        for at, key in enumerate(keys):
+        for at, (key, generation) in enumerate(zip(keys, lease.generations, strict=True)):
             for plane, rows in enumerate(self.device):
-                rows[at] = self._content(key, plane, rows.shape[1])
+                rows[at] = self._content(key, generation, plane, rows.shape[1])
         self.mirror.store(lease, pairs).wait(PATIENCE_S)
         self.stage.count(**{"pages stored": len(pairs)})
         chance = 1.0 if os.path.exists(self.stage.calm_path) else self.random.random()
@@ -117,34 +128,39 @@ class Worker:
                 done |= {*answer.sealed, *answer.duplicates}
         return done
 
-    def _load(self, peer: Connection[Any, Any], hit: Hit, keys: list[bytes]) -> int:
+    def _load(self, peer: Connection[Any, Any], hit: Hit, keys: list[bytes]) -> list[int]:
+        """Load and verify a hit's pages; returns the generation of each."""
         wanted = [(page, key) for page, key in zip(hit.pages, keys, strict=False) if page >= 0]
         for rows in self.device:
             rows[:] = 0
         self.mirror.load(hit, [(at, page) for at, (page, _) in enumerate(wanted)]).wait(PATIENCE_S)
-        for at, (page, key) in enumerate(wanted):
+        generations = [
             self._verify(key, page, [rows[at] for rows in self.device], "was loaded")
+            for at, (page, key) in enumerate(wanted)
+        ]
         self.stage.count(**{"pages verified": len(wanted)})
         if self.random.random() < 0.01 and not os.path.exists(self.stage.calm_path):
             self._ledger().begin_load(hit, [page for page, _ in wanted])
             self._die_with_ghost(peer, lambda: self._watch(wanted))
-        return len(wanted)
+        return generations
 
-    def _content(self, key: bytes, plane: int, size_bytes: int) -> np.ndarray[Any, Any]:
-        return content(key, self.rank if plane < len(PLANES) else RANKS, plane, size_bytes)
+    def _content(self, key: bytes, generation: int, plane: int, size_bytes: int) -> np.ndarray[Any, Any]:
+        return content(key, generation, self.rank if plane < len(PLANES) else RANKS, plane, size_bytes)
 
-    def _verify(self, key: bytes, page: int, planes: list[Any], how: str) -> bool:
+    def _verify(self, key: bytes, page: int, planes: list[Any], how: str) -> int:
+        """Return the generation under which all planes were stored, 0 after a violation."""
+        generation = generation_in(planes[0])
         for plane, got in enumerate(planes):
-            expected = self._content(key, plane, got.size)
+            expected = self._content(key, generation, plane, got.size)
             if not np.array_equal(got.reshape(-1), expected):
                 wrong = np.flatnonzero(got.reshape(-1) != expected)
                 ghost = " with a ghost's bytes" if (got == GHOST_BYTE).any() else ""
                 self.stage.violation(
-                    f"{self.name}: page {page}, key {key.decode()}, plane {plane} {how}{ghost}: "
-                    f"{wrong.size} of {expected.size} bytes are wrong, from byte {wrong[0]}"
+                    f"{self.name}: page {page}, key {key.decode()}, generation {generation}, plane {plane} "
+                    f"{how}{ghost}: {wrong.size} of {expected.size} bytes are wrong, from byte {wrong[0]}"
                 )
-                return False
-        return True
+                return 0
+        return generation
 
     # -- ghosts ----------------------------------------------------------------------------------
 

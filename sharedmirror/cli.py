@@ -38,7 +38,7 @@ import json
 import os
 import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -90,6 +90,8 @@ def status(
             _show(channel, as_json=as_json, watch=watch)
     except KeyboardInterrupt:
         raise typer.Exit from None
+    except BrokenPipeError:
+        _end_quietly()
     except SharedMirrorError as error:
         typer.echo(f"sharedmirror: {' '.join(error.message.split())}", err=True)
         raise typer.Exit(EXIT_NO_DAEMON if isinstance(error, DaemonUnavailable) else EXIT_FAILED) from error
@@ -112,7 +114,12 @@ def _show(channel: Channel, *, as_json: bool, watch: bool) -> None:
     if not watch:
         console.print(*render(_status(channel)), sep="\n")
         return
-    with Live(Group(*render(_status(channel))), console=console, screen=console.is_terminal) as live:
+    while not console.is_terminal:  # frame after frame: nothing of them is drawn over
+        with console.capture() as frame:
+            console.print(*render(_status(channel)), "", sep="\n")
+        _print(frame.get())
+        time.sleep(WATCH_INTERVAL_S)
+    with Live(Group(*render(_status(channel))), console=console, screen=True) as live:
         while True:
             time.sleep(WATCH_INTERVAL_S)
             live.update(Group(*render(_status(channel))), refresh=True)
@@ -124,8 +131,18 @@ def _status(channel: Channel) -> dict[str, Any]:
 
 
 def _print_json(status: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(status) + "\n")
+    _print(json.dumps(status) + "\n")
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _end_quietly() -> NoReturn:
+    """Whoever read has enough; the interpreter's own flush must not complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise typer.Exit from None
 
 
 @app.command()
@@ -147,14 +164,11 @@ def watch(
                 if as_json:
                     keys = [key.hex() for key in change.keys]
                     line = json.dumps({"kind": change.kind.value, "keys": keys, "position": change.position})
-                sys.stdout.write(line + "\n")
-                sys.stdout.flush()
+                _print(line + "\n")
     except KeyboardInterrupt:
         raise typer.Exit from None
     except BrokenPipeError:
-        # Whoever read has enough; the interpreter's own flush must not complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
+        _end_quietly()
     except SharedMirrorError as error:
         sys.stderr.write(f"sharedmirror: {error.message}\n")
         raise typer.Exit(EXIT_NO_DAEMON if isinstance(error, DaemonUnavailable) else EXIT_FAILED) from None

@@ -6,7 +6,6 @@ Every call is one round trip for any number of pages.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,7 +16,6 @@ from sharedmirror.errors import (
     ClosedError,
     DaemonUnavailable,
     KeyInputError,
-    PageError,
     SharedMirrorError,
     UsageError,
 )
@@ -35,6 +33,7 @@ from sharedmirror.types import (
     Role,
     Sealed,
     check_text,
+    launch_id,
 )
 
 log = logging.getLogger("sharedmirror")
@@ -118,17 +117,19 @@ def connect(
     raise NoPages. The default is the fair share: the pool over the engines attached, so all of it for an
     engine alone. Another scheduler of the engine that names a bound replaces it.
 
-    Raises DaemonUnavailable, PoolNotFound, PoolMismatch (several
+    Raises UsageError, DaemonUnavailable, PoolNotFound, PoolMismatch (several
     pools of this name), WrongPoolKind (a static pool) or EngineBusy.
     """
     wait_s = _wait(wait_s)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_WAIT_S:
+        raise UsageError(f"timeout_s must be seconds above 0 and at most {MAX_WAIT_S}, not {timeout_s!r:.40}")
     check_text("name", name)
     check_text("engine", engine)
+    launch = launch_id(launch)
     if max_held is not None and (isinstance(max_held, bool) or not isinstance(max_held, int) or max_held < 1):
         raise UsageError(f"max_held must be a positive number of pages, not {max_held!r:.40}")
     channel = Channel.open(socket, role=Role.SCHEDULER, timeout_s=timeout_s)
     try:
-        launch = launch or os.environ.get("SHAREDMIRROR_LAUNCH_ID")
         body = channel.call("attach", pool=name, engine=engine, launch=launch, wait_s=wait_s, max_held=max_held)
     except BaseException:
         channel.close()
@@ -224,8 +225,8 @@ class Client:
         RanksMissing while not all ranks are attached; UsageError for fewer than 1 or more than the pool
         leases.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 1 << 62:
-            raise PageError(f"a lease is of a positive number of pages, not {n!r}")
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 < n < 1 << 62:
+            raise UsageError(f"a lease is of at least one page, not {n!r:.40}")
         return self._lease(self._call("lease", n=n, wait_s=_wait(wait_s)), None)
 
     def _lease(self, body: dict[str, Any], keys: tuple[bytes, ...] | None) -> Lease:

@@ -11,7 +11,6 @@ All methods may be called from any thread.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import traceback
 from collections.abc import Callable, Iterable
@@ -40,7 +39,7 @@ from sharedmirror.errors import (
     WrongPoolKind,
 )
 from sharedmirror.transfers import HitLike, Ledger, SampleLike, Transfer
-from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed, check_text
+from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed, check_text, launch_id
 
 __all__ = ["Progress", "SharedHostMirror", "flat_bytes_per_host_page"]
 
@@ -123,7 +122,7 @@ class SharedHostMirror:
         # Announced, and so placed, layer by layer: what a layer's fence covers is one stretch of a page.
         planes, (order, _) = self._pool.layout.to_planes(rank, world_size), self._pool.copy_order()
         request = {
-            "pool": name, "tag": tag, "engine": engine, "launch": os.environ.get("SHAREDMIRROR_LAUNCH_ID"),
+            "pool": name, "tag": tag, "engine": engine, "launch": launch_id(),
             "role": "worker", "rank": rank, "world_size": world_size, "page_size": self.page_size,
             "frames_per_page": frames_per_page, "kind": self._kind.value, "layout": self._layout.value,
             "num_host_pages": num_host_pages, "wait_s": ATTACH_WAIT_S,
@@ -499,6 +498,9 @@ def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]
             rank = torch.distributed.get_rank() if distributed else 0
         if world_size is None:
             world_size = torch.distributed.get_world_size() if distributed else 1
+    for what, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RankError(f"{what} is {value!r:.40}; it must be a whole number")
     if world_size < 1 or not 0 <= rank < world_size:
         raise RankError(f"rank {rank} does not fit a world of {world_size}; ranks are 0..world_size-1", rank=rank)
     return rank, world_size

@@ -36,8 +36,11 @@ def default_socket() -> str:
     return os.path.join(runtime_dir, "sharedmirror", "daemon.sock")
 
 
-def check_socket_path(path: str) -> str:
-    """Return ``path``; raises UsageError when no Unix socket can have it."""
+def check_socket_path(path: str | os.PathLike[str]) -> str:
+    """Return ``path`` as a string; raises UsageError when no Unix socket can have it."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"the socket must be a path, not {path!r:.80}")
+    path = os.fspath(path)
     size = len(os.fsencode(path))
     if not size:
         raise UsageError("the socket path is empty")

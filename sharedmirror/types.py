@@ -6,6 +6,7 @@ Nothing here does I/O, and nothing here imports torch: the daemon and the CLI us
 from __future__ import annotations
 
 import enum
+import os
 from dataclasses import dataclass
 from typing import NewType
 
@@ -51,6 +52,18 @@ def check_text(what: str, value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value.encode(errors="replace")) <= 256 or not value.isprintable():
         raise UsageError(f"{what} is {value!r:.80}; it must be a string of 1 to 256 printable bytes")
     return value
+
+
+def launch_id(given: object = None) -> str | None:
+    """Return which start of its engine this is: ``given``, else ``$SHAREDMIRROR_LAUNCH_ID``, else None.
+
+    Raises UsageError for what is no name; an empty one is none.
+    """
+    if given is not None and given != "":
+        return check_text("launch", given)
+    variable = "SHAREDMIRROR_LAUNCH_ID"
+    found = os.environ.get(variable)
+    return check_text(f"${variable}", found) if found else None
 
 
 class Layout(str, enum.Enum):

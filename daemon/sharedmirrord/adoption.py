@@ -28,7 +28,7 @@ from sharedmirrord.segment import Segment
 
 log = logging.getLogger("sharedmirrord")
 
-_RECORDS_SUFFIX = "-records"
+_RECORDS_SUFFIX, _ARENA_SUFFIX = "-records", "-arena0"
 
 
 class CannotAdopt(EnvironmentFault):
@@ -51,7 +51,7 @@ class Leftover:
     def names(self) -> list[str]:
         """The names of all of the instance's segments that its header, or its own name, tells."""
         stem = self.records_name.removesuffix(_RECORDS_SUFFIX)
-        arenas = [name for name, _ in self.header.arenas] if self.header else [f"{stem}-arena0"]
+        arenas = [name for name, _ in self.header.arenas] if self.header else [f"{stem}{_ARENA_SUFFIX}"]
         return [*(name for name in arenas if name.startswith(stem)), self.records_name]
 
     @property
@@ -61,10 +61,12 @@ class Leftover:
 
 
 def leftovers() -> Iterator[Leftover]:
-    """Yield every instance of this uid that has records in /dev/shm, a living one too."""
+    """Yield every instance of this uid that has segments in /dev/shm, a living one too."""
     stem = f"{lifecycle.SEGMENT_PREFIX[1:]}{os.getuid()}-"
-    for entry in sorted(os.listdir(memory.SHM_DIR)):
-        if not (entry.startswith(stem) and entry.endswith(_RECORDS_SUFFIX)):
+    mine = sorted(entry for entry in os.listdir(memory.SHM_DIR) if entry.startswith(stem))
+    yield from _orphans(mine)
+    for entry in mine:
+        if not entry.endswith(_RECORDS_SUFFIX):
             continue
         try:
             with Segment.open(f"/{entry}") as segment:
@@ -74,6 +76,14 @@ def leftovers() -> Iterator[Leftover]:
                     yield Leftover(segment.name, None, error.message, _is_unfinished(segment))
         except SharedMirrorError as error:
             yield Leftover(f"/{entry}", None, error.message)
+
+
+def _orphans(entries_there: list[str]) -> Iterator[Leftover]:
+    """Yield arenas whose records were removed by somebody else; a daemon makes records first and removes them last."""
+    for entry in entries_there:
+        arena, records = f"{memory.SHM_DIR}/{entry}", f"/{entry.removesuffix(_ARENA_SUFFIX)}{_RECORDS_SUFFIX}"
+        if entry.endswith(_ARENA_SUFFIX) and records[1:] not in entries_there and os.path.exists(arena):
+            yield Leftover(records, None, f"it is gone, so nothing tells whose {arena} is; remove that once unused")
 
 
 def of_socket(path: str) -> list[Leftover]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,42 @@ def test_watch_prints_one_map_a_line_until_interrupted(socket: str) -> None:
     assert (watcher.returncode, errors) == (0, b"")
 
 
+@contextmanager
+def status_watcher(socket: str, *form: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`sharedmirror status --watch` into a pipe; ended at the latest with the block."""
+    with subprocess.Popen(
+        [*COMMAND, "status", "--watch", *form, "--socket", socket],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        preexec_fn=restore_interrupt,
+    ) as watcher:
+        try:
+            yield watcher
+        finally:
+            watcher.kill()
+
+
+def test_watch_into_a_pipe_shows_frame_after_frame(socket: str) -> None:
+    with status_watcher(socket) as watcher:
+        assert watcher.stdout is not None
+        shown = read_until(watcher.stdout.fileno(), "8 MiB ready of 8 MiB", times=2)
+        assert "\x1b" not in shown
+        watcher.send_signal(signal.SIGINT)
+        _, errors = watcher.communicate(timeout=EXIT_TIMEOUT_S)
+    assert (watcher.returncode, errors) == (0, b"")
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_watch_whose_reader_has_enough_ends_in_silence(socket: str, form: list[str]) -> None:
+    with status_watcher(socket, *form) as watcher:
+        assert watcher.stdout is not None and watcher.stderr is not None
+        read_until(watcher.stdout.fileno(), "instance")
+        watcher.stdout.close()
+        assert watcher.wait(EXIT_TIMEOUT_S) == 0
+        assert watcher.stderr.read() == b""
+
+
 def test_watch_redraws_a_terminal_until_interrupted(socket: str) -> None:
     ours, theirs = os.openpty()
     try:
@@ -247,10 +284,10 @@ def restore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def read_until(descriptor: int, text: str) -> str:
+def read_until(descriptor: int, text: str, times: int = 1) -> str:
     output = ""
     deadline = time.monotonic() + DEMO_TIMEOUT_S
-    while text not in output:
+    while output.count(text) < times:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         read = os.read(descriptor, 4096) if ready else b""
         assert read, f"{text!r} never came:\n{output}"

@@ -64,6 +64,24 @@ def test_no_daemon(nothing_left: None) -> None:
         connect("/nowhere/d.sock")
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), 1e9, True, None, "1"])
+def test_a_time_for_calls_that_cannot_be_is_refused_before_anything_is_opened(timeout_s: Any) -> None:
+    with pytest.raises(UsageError, match="timeout_s must be seconds above 0 and at most 86400"):
+        connect("/nowhere/d.sock", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("launch", [3, 0, False, b"x", "x" * 257, "a\nb"])
+def test_a_launch_id_that_cannot_be_is_refused_before_anything_is_opened(launch: Any) -> None:
+    with pytest.raises(UsageError, match=r"launch is .*; it must be a string of 1 to 256 printable bytes"):
+        connect("/nowhere/d.sock", launch=launch)
+
+
+def test_a_launch_id_of_the_environment_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHAREDMIRROR_LAUNCH_ID", "x" * 257)
+    with pytest.raises(UsageError, match=r"\$SHAREDMIRROR_LAUNCH_ID is 'xxx"):
+        connect("/nowhere/d.sock")
+
+
 def test_a_static_pool_leases_nothing(shared_daemon: Daemon, processes: Processes, name: str) -> None:
     (worker,) = processes.engine(shared_daemon.socket, pool=name, kind="static")
     with pytest.raises(WrongPoolKind, match="static"):
@@ -136,22 +154,21 @@ def test_a_lease_is_all_or_nothing_and_names_the_numbers(one: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "error", "words"),
+    ("wanted", "words"),
     [
-        (0, UsageError, "at least one"),
-        (-1, PageError, "-1"),
-        (True, PageError, "True"),
-        (1.0, PageError, "1.0"),
-        ("1", PageError, "'1'"),
-        (1 << 70, PageError, str(1 << 70)),
-        (9, UsageError, "9 pages were asked for; pool 'control.*' leases 8 at most"),
+        (0, "at least one page, not 0"),
+        (-1, "-1"),
+        (True, "True"),
+        (1.0, "1.0"),
+        ("1", "'1'"),
+        (1 << 70, str(1 << 70)),
+        (9, "9 pages were asked for; pool 'control.*' leases 8 at most"),
     ],
 )
-def test_a_lease_of_nothing_or_of_too_much_is_refused(
-    one: Engine, wanted: Any, error: type[UsageError], words: str
-) -> None:
-    with pytest.raises(error, match=words):
+def test_a_lease_of_nothing_or_of_too_much_is_refused(one: Engine, wanted: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
         one.client.lease(wanted)
+    assert caught.value.code == "usage"
     assert one.pages()["free"] == 8
 
 
@@ -166,7 +183,7 @@ def test_a_wait_that_cannot_be_is_refused(one: Engine, wait_s: float) -> None:
 def test_a_lease_without_all_ranks_names_the_missing_ones(two: Engine) -> None:
     two.workers[1].kill()
     two.daemon.wait_status(lambda status: not [s for s in status["sessions"] if s["pid"] == two.workers[1].pid])
-    with pytest.raises(RanksMissing, match=r"ranks \[1\] are not attached") as caught:
+    with pytest.raises(RanksMissing, match=r"ranks \[1\] are not attached; start") as caught:
         two.client.lease(1)
     assert caught.value.ids == {"ranks": [1]} and caught.value.retryable
 

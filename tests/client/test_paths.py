@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,16 @@ def test_a_long_path_is_refused_with_length_and_limit(path: str) -> None:
 def test_paths_that_no_file_can_have_are_refused(path: str, word: str) -> None:
     with pytest.raises(UsageError, match=word):
         paths.check_socket_path(path)
+
+
+@pytest.mark.parametrize("path", [3, b"/run/a.sock", ["/run/a.sock"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(UsageError, match="the socket must be a path, not"):
+        paths.check_socket_path(path)
+
+
+def test_a_path_object_is_a_path() -> None:
+    assert paths.check_socket_path(Path("/run/a.sock")) == "/run/a.sock"
 
 
 def test_files_beside_the_socket() -> None:

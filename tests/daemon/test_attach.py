@@ -54,7 +54,7 @@ def test_a_pool_is_ready_when_every_rank_has_come(driver: Driver) -> None:
 
 
 def test_the_error_names_the_missing_ranks(driver: Driver) -> None:
-    with pytest.raises(RanksMissing, match=r"waits for ranks \[0, 2\] of 3") as caught:
+    with pytest.raises(RanksMissing, match=r"waits for ranks \[0, 2\] of 3 to attach; start") as caught:
         join(driver, rank=1, world_size=3)
     assert caught.value.ids["ranks"] == [0, 2]
     assert empty(driver)

@@ -64,7 +64,7 @@ def test_a_lease_evicts_and_says_what(driver: Driver, engine: Engine) -> None:
 
 def test_a_lease_needs_every_rank(driver: Driver, engine: Engine) -> None:
     driver.kill(engine.workers[1])
-    with pytest.raises(RanksMissing, match=r"engine 'e' .* ranks \[1\] are not attached") as caught:
+    with pytest.raises(RanksMissing, match=r"engine 'e' .* ranks \[1\] are not attached; start") as caught:
         engine.lease(1)
     assert caught.value.ids["ranks"] == [1]
 

@@ -170,6 +170,25 @@ def test_a_damaged_header_is_no_reason_to_begin_anew_in_silence(
     assert name in shm() and name in life.daemon.log()
 
 
+def test_records_that_vanished_are_no_reason_to_begin_anew_in_silence(
+    start: Starter, processes: Processes, shm: Callable[[], set[str]]
+) -> None:
+    life = Comeback(start)
+    name = leave_keys(life, processes)
+    arena = name.replace("-records", "-arena0")
+    (SHM / name).unlink()
+    said = refused(start, life)
+    assert f"/{name}: it is gone" in said and f"/dev/shm/{arena}" in said and "--reset" in said
+    for arguments in ((), ("--remove",)):
+        code, told = gc(start, *arguments)
+        assert code == len(arguments) and "kept: it is gone" in line_of(told, name) and arena in line_of(told, name)
+        assert re.search(r": 32\.00 MiB \(", line_of(told, name))
+    life.again("--reset")
+    assert (SHM / arena).exists() and name in life.daemon.log()
+    (SHM / arena).unlink()
+    assert gc(start)[0] == 0 and len(shm()) == 2
+
+
 def test_reset_begins_anew(start: Starter, processes: Processes, shm: Callable[[], set[str]]) -> None:
     life = Comeback(start)
     name = leave_keys(life, processes)

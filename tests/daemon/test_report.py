@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from sharedmirror import cli
 from sharedmirrord.core.report import OLD_LEASE_S, report
 from tests.daemon.core_driver import Driver, Engine, attach_arguments
 
@@ -46,6 +48,29 @@ def test_a_pool(driver: Driver, engine: Engine) -> None:
         "engines": {"e": {"owned": 3, "held": 2, "max_held": 5, "share": 5}},
         "pages": {"reserved": 1, "free": 2, "leased": 1, "sealed": 2, "pinned": 1, "quarantined": 0},
     }  # fmt: skip
+
+
+def test_every_field_is_documented(driver: Driver, engine: Engine) -> None:
+    gone = driver.engine("f")
+    engine.lease(1)
+    gone.lease(1)
+    driver.ask(gone.workers[1], "detach", unmapped=True)
+    driver.disconnect(gone.workers[0])
+    driver.died(gone.workers[0])
+    driver.tick(OLD_LEASE_S + 1)
+    said = status(driver)
+    assert all(said.values()), "one of each"
+    for pool in said["pools"]:
+        del pool["ranks_attached"]
+        pool["engines"] = list(pool["engines"].values())
+    documented = set(re.findall(r"``(\w+)``", cli.__doc__ or ""))
+    assert fields(said) - documented == set()
+
+
+def fields(said: object) -> set[str]:
+    """Return the names in a map and in all that it holds."""
+    inner = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+    return set(said if isinstance(said, dict) else ()).union(*map(fields, inner))
 
 
 def test_a_forming_pool(driver: Driver) -> None:

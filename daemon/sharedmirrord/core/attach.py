@@ -268,7 +268,11 @@ def _check_pool(pool: Pool, asked: Properties, pages: Count | None, rank: int, p
 def _check_former(state: State, pool: Pool, incarnation: Incarnation | None, session: Session) -> None:
     others = set(pool.announced.values()) - {session.id}
     if (incarnation is None or incarnation.id != pool.former) and others & state.sessions.keys():
-        raise RanksMissing(f"pool {pool.name!r} is being formed by another engine", pool=pool.id)
+        raise RanksMissing(
+            f"pool {pool.name!r} is being formed by another engine, some of whose ranks are missing; "
+            f"try again when they are there, or end that engine",
+            pool=pool.id,
+        )
 
 
 def _difference(known: tuple[Plane, ...], planes: tuple[Plane, ...]) -> str:
@@ -358,7 +362,9 @@ def _form(state: State, pool: Pool, out: Effects) -> None:
     missing = [rank for rank in range(pool.properties.world_size) if rank not in pool.announced]
     if missing:
         raise RanksMissing(
-            f"pool {pool.name!r} waits for ranks {missing} of {pool.properties.world_size} to attach", ranks=missing
+            f"pool {pool.name!r} waits for ranks {missing} of {pool.properties.world_size} to attach; "
+            f"start them, or name the world size that there is",
+            ranks=missing,
         )
     try:
         allocate(state, pool, out)

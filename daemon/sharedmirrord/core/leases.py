@@ -78,7 +78,8 @@ def _writers(state: State, session: Session, pool: Pool) -> dict[int, int]:
     missing = [rank for rank in range(pool.properties.world_size) if rank not in attached]
     if missing:
         raise RanksMissing(
-            f"engine {incarnation.engine!r} cannot lease pages of pool {pool.name!r}: ranks {missing} are not attached",
+            f"engine {incarnation.engine!r} cannot lease pages of pool {pool.name!r}: ranks {missing} are not "
+            f"attached; start them, or start the engine anew",
             ranks=missing,
         )
     return attached
