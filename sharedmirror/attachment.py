@@ -15,8 +15,10 @@ The caller has drained its copies before it leaves, or it abandons the attachmen
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,8 +27,10 @@ from typing import Any, Protocol
 
 import torch
 
+from sharedmirror.board import map_board
 from sharedmirror.channel import Channel
 from sharedmirror.copies.geometry import Placement
+from sharedmirror.descriptors import close_all
 from sharedmirror.errors import (
     ClosedError,
     ForkedError,
@@ -43,6 +47,8 @@ __all__ = ["Attachment", "ChannelLike", "Gate", "OpenChannel"]
 
 _log = logging.getLogger("sharedmirror")
 
+_BOARD_TRIES, _BOARD_PAUSE_S = 50, 0.01
+
 _ABANDONED: list[object] = []
 """Attachments whose copies could not be drained: they live until the process dies, which is the proof."""
 
@@ -52,8 +58,8 @@ class ChannelLike(Protocol):
 
     arena_fds: list[int]
 
-    def call(self, op: str, *, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """Send a request and return its answer."""
+    def call(self, op: str, *, timeout_s: float | None = None, fds: Any = None, **arguments: Any) -> dict[str, Any]:
+        """Send a request and return its answer; ``fds`` takes the descriptors that come with it."""
         ...
 
     def check_usable(self) -> None:
@@ -146,6 +152,21 @@ class Attachment:
     def registering(self) -> list[HostRegistration]:
         """The registrations that are under way in the background."""
         return [registration for registration in self.registrations if not registration.complete]
+
+    def board(self) -> mmap.mmap | None:
+        """Return the board on which this engine's ranks meet; None where the daemon has none to give."""
+        fds: list[int] = []
+        try:
+            for _ in range(_BOARD_TRIES):
+                if self.channel.call("board", fds=fds).get("board") != "later":
+                    break
+                time.sleep(_BOARD_PAUSE_S)
+            return map_board(fds[0]) if fds else None
+        except (SharedMirrorError, OSError) as error:
+            _log.warning("event=no_board reason=%r: each rank loads by itself", str(error))
+            return None
+        finally:
+            close_all(fds)
 
     def require(self, last_frame: int, slice_bytes: Sequence[int]) -> None:
         """Wait until frames up to ``last_frame`` are registered in every plane; raises MemoryFault.

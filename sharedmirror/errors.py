@@ -34,6 +34,8 @@
         +-- ArenaBusy             pools are giving back the room that is needed (retryable)
         +-- MemoryFault           memory could not be had, mapped or pinned
         +-- CopyError             the device reported an error during a copy
+            +-- PartMissing       a rank did not bring its part of a load together
+            +-- RanksDisagree     ranks that load together load different things
 
 ``code`` is stable and travels on the control channel; ``ids`` carries the ids concerned.
 """
@@ -61,6 +63,7 @@ __all__ = [
     "NoPages",
     "NotResumed",
     "PageError",
+    "PartMissing",
     "PeerError",
     "PoolInUse",
     "PoolMismatch",
@@ -68,6 +71,7 @@ __all__ = [
     "ProtocolError",
     "RankAttached",
     "RankError",
+    "RanksDisagree",
     "RanksMissing",
     "ShardMismatch",
     "SharedMirrorError",
@@ -296,6 +300,28 @@ class CopyError(EnvironmentFault):
     """Raised when the device reported an error during a copy; nothing was committed."""
 
     code = "copy"
+    settled = False
+    """Whether the copies have ended, for all that they failed."""
+
+
+class PartMissing(CopyError):
+    """Raised when a rank did not bring its part of a load together; ``ids["ranks"]`` names it.
+
+    The device pages of the load are undefined, and its copies are over. Load again.
+    """
+
+    code = "part_missing"
+    settled = True
+
+
+class RanksDisagree(CopyError):
+    """Raised when ranks that load together load different things; ``ids["ranks"]`` names one that differs.
+
+    The device pages of the load are undefined, and its copies are over.
+    """
+
+    code = "ranks_disagree"
+    settled = True
 
 
 def _tree(root: type[SharedMirrorError]) -> dict[str, type[SharedMirrorError]]:

@@ -15,6 +15,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,12 +23,13 @@ import torch
 
 from sharedmirror.adapter import DevicePool, flat_bytes_per_host_page
 from sharedmirror.attachment import Attachment, Gate, OpenChannel, open_channel
+from sharedmirror.board import MOST_RANKS
 from sharedmirror.commits import CommitQueue, Progress
 from sharedmirror.copies.cpu import CpuEngine
 from sharedmirror.copies.geometry import build_geometry, host_tensor
 from sharedmirror.copies.interface import Completion, CopyEngine, Event, Geometry, Stream
 from sharedmirror.copies.pairs import Ids, PagePairs, check_pairs
-from sharedmirror.copies.sharing import Part, SharedStoreEngine, subset, take_samples
+from sharedmirror.copies.sharing import Part, PartsTogether, SharedStoreEngine, subset, take_samples
 from sharedmirror.errors import (
     CopyError,
     MemoryFault,
@@ -173,14 +175,28 @@ class SharedHostMirror:
         # A static pool has no commit that would tell one rank of another's copy: there each rank stores all.
         if self._kind is PoolKind.STATIC or all(len(ranks) == 1 for ranks in place.sharers):
             return whole, ()
-        parts = []
+        parts, geometries = [], []
         for region, ranks in enumerate(place.sharers):
             planes = [plane for plane, at in enumerate(place.placements) if at.region == region]
             picked = subset(geometry, planes)
             engine = whole if len(planes) == len(geometry.planes) else _make_engine(picked, _PART_STAGING_BYTES)
+            geometries.append(picked)
             turn = ranks.index(self._rank)
             parts.append(Part(place.region_ids[region], picked.planes, engine, len(ranks), turn))
-        return SharedStoreEngine(whole, parts, self.frames_per_page), tuple(parts)
+        together = self._make_exchange(geometries)
+        return SharedStoreEngine(whole, parts, self.frames_per_page, together), tuple(parts)
+
+    def _make_exchange(self, geometries: list[Geometry]) -> tuple[int, PartsTogether] | None:
+        """Return what loads planes together with other ranks, and which part's: that which most ranks share."""
+        place = self._attachment
+        number = max(range(len(geometries)), key=lambda at: (len(place.sharers[at]), place.region_ids[at]))
+        ranks = tuple(place.sharers[number])
+        if geometries[number].device.type != "cuda" or not 2 <= len(ranks) <= MOST_RANKS:
+            return None
+        from sharedmirror.copies.exchange import Exchange
+
+        memory = place.board()
+        return None if memory is None else (number, Exchange(geometries[number], memory, ranks, self._rank))
 
     # -- what the mirror looks like --------------------------------------------------------------
 
@@ -306,16 +322,26 @@ class SharedHostMirror:
             by_page.setdefault(sample.page, []).append(sample)
         self._ledger_of("store").keep_samples(lease, by_page)
 
-    def load(self, hit: HitLike, pairs: PagePairs, stream: Stream = None) -> Transfer:
-        """Copy (device page, host frame) pairs out of pages of ``hit``; otherwise like ``store``."""
+    def load(self, hit: HitLike, pairs: PagePairs, stream: Stream = None, *, together: bool = False) -> Transfer:
+        """Copy (device page, host frame) pairs out of pages of ``hit``; otherwise like ``store``.
+
+        ``together`` promises that every rank that shares planes with this one makes the same call: the same hit and
+        host frames, in the same order among such calls and whatever else waits for other ranks; device pages may
+        differ. Then each GPU pulls a part over its own link and they exchange the parts, where that is faster. When a
+        rank does not come within 10 s, or loads something else, PartMissing or RanksDisagree is raised here or by the
+        transfer, the loaded device pages are undefined, and from then on each rank loads by itself.
+        """
         with self._gate:
             ledger = self._ledger_of("load")
             if not (hasattr(hit, "id") and hasattr(hit, "pages")) or isinstance(hit, Lease):
                 raise UsageError(f"load copies under a Hit, not {type(hit).__name__}")
             device, frames = self._checked(pairs, "load", may=lambda pages: ledger.check_load(hit, pages))
             transfer = ledger.begin_load(hit, self._pages_of(frames))
+            copy = self._engine.load
+            if together and isinstance(self._engine, SharedStoreEngine):
+                copy = partial(self._engine.load_together, hit.id)
             with self._attachment.copying():
-                return _submit(transfer, self._engine.load, device, frames, stream)
+                return _submit(transfer, copy, device, frames, stream)
 
     def commit(
         self, lease: Lease, pages: Iterable[int] | None = None, *, wait: bool = True, timeout_s: float = 30.0
@@ -435,10 +461,10 @@ def _submit(
 ) -> Transfer:
     try:
         completion = copy(device, frames, stream)
-    except UsageError:
-        transfer.withdrawn()
-        raise
     except BaseException as error:
+        if isinstance(error, UsageError) or (isinstance(error, CopyError) and error.settled):
+            transfer.withdrawn()
+            raise
         # Some of the copies may be under way.
         transfer.failed(error if isinstance(error, CopyError) else CopyError(f"the copies failed: {error!r}"))
         raise

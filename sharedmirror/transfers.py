@@ -102,11 +102,11 @@ class Transfer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a copy may still touch memory; a failed transfer counts as in flight for ever."""
+        """Whether a copy may still touch memory; a failed one counts as in flight for ever, unless it is settled."""
         try:
             return not self.done()
-        except CopyError:
-            return True
+        except CopyError as error:
+            return not error.settled
 
     def submitted(self, completion: Completion) -> None:
         """The engine took the copies."""

@@ -25,6 +25,8 @@ NULL_PAGE = PageId(0)
 MAX_KEY_BYTES = 64
 MAX_WAIT_S = 86400
 SLICE_ALIGNMENT_BYTES = 16
+BOARD_BLOCK_BYTES = 4096
+"""A rank's room on the board where ranks meet to load together; see ``board``."""
 REGION_ALIGNMENT_BYTES = 2 << 20
 
 

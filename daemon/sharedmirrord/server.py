@@ -31,6 +31,7 @@ from sharedmirror.errors import (
 from sharedmirror.types import Role
 from sharedmirrord import alarms, failpoints, lifecycle, notify, proof
 from sharedmirrord.arena import Arena
+from sharedmirrord.boards import Boards
 from sharedmirrord.connection import Connection
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import away, machine, report, sessions, watching
@@ -92,6 +93,7 @@ class Server:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._unsaved: list[Effects] = []
         self._indexes = Indexes(self.state, self.settings.epoch, self._loop.call_later)
+        self._boards = Boards(self.state)
         self._listener: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -216,6 +218,8 @@ class Server:
             failpoints.reach("reply.after")
             for session in effects.forgotten:
                 self._forget(session)
+            if effects.forgotten:
+                self._boards.prune()
 
     def _update_indexes(self, effects: Effects) -> None:
         """All is durable: readers may see it, before the answers go out."""
@@ -319,6 +323,8 @@ class Server:
             )
         elif op == "index":
             self._pass_index(connection, number)
+        elif op == "board":
+            self._pass_board(connection, number)
         else:
             self._apply(machine.Request(connection.session, number, op, frame))
 
@@ -338,6 +344,17 @@ class Server:
                 connection.send({"id": number, "index": "here"}, [reader])
             finally:
                 os.close(reader)
+
+    def _pass_board(self, connection: Connection, number: int) -> None:
+        """Answer ``board``: ``here`` with a descriptor, ``later``, or ``none``."""
+        session = self.state.sessions[connection.session or 0]
+        if session.incarnation is None or session.rank is None or session.pool is None:
+            raise UsageError("attach to a pool as a worker first", session=connection.session)
+        if connection.unsent_bytes:  # a descriptor cannot wait in a queue of bytes
+            connection.send({"id": number, "board": "later"})
+            return
+        fd = self._boards.get(session.incarnation, self.state.pools[session.pool].properties.world_size)
+        connection.send({"id": number, "board": "none" if fd is None else "here"}, None if fd is None else [fd])
 
     def _hello(self, connection: Connection, frame: dict[str, Any], fds: list[int]) -> None:
         version = str(frame.get("version"))[:64]

@@ -23,7 +23,7 @@ from sharedmirror.errors import CopyError
 if TYPE_CHECKING:
     from sharedmirror.copies.move import Binary
 
-__all__ = ["BATCH_COPIES", "Driver", "Kernel", "launch_shapes", "row_copies", "row_operations"]
+__all__ = ["BATCH_COPIES", "Driver", "Kernel", "bind", "launch_shapes", "row_copies", "row_operations"]
 
 BATCH_COPIES = 1024
 """Most copies in one batch call: very long batches have crashed some drivers."""
@@ -85,11 +85,11 @@ class Driver:
 
     def __init__(self, device: int) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._calls = {name: _bind(library, name, types) for name, types in _SIGNATURES.items()}
+        self._calls = {name: bind(library, name, types) for name, types in _SIGNATURES.items()}
         name = next((name for name in _BATCH_SIGNATURES if hasattr(library, name)), None)
         self.has_batches = name is not None
         if name is not None:
-            self._batch = _bind(library, name, _BATCH_SIGNATURES[name])
+            self._batch = bind(library, name, _BATCH_SIGNATURES[name])
         # One attribute for all copies. The bytes are read in stream order: kernels before may have written them.
         self._attributes = np.array([_SOURCE_ORDER_STREAM, 0, 0, 0, 0, _PREFER_OVERLAP], np.int32)
         self._attribute_of, self._failed_at = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
@@ -97,7 +97,7 @@ class Driver:
         name = next((name for name in _ROWS_BATCH_SIGNATURES if hasattr(library, name)), None)
         self.has_row_batches = name is not None
         if name is not None:
-            self._rows_batch = _bind(library, name, _ROWS_BATCH_SIGNATURES[name])
+            self._rows_batch = bind(library, name, _ROWS_BATCH_SIGNATURES[name])
         self._rows_failed_at = (self._failed_at.ctypes.data,) if name == "cuMemcpy3DBatchAsync" else ()
         self._batch_tail = (self._attributes.ctypes.data, self._attribute_of.ctypes.data, 1, *failed_at)
         self._modules: list[int] = []
@@ -256,7 +256,8 @@ def row_operations(targets: Ids, sources: Ids, target_pitches: Ids, source_pitch
     return table
 
 
-def _bind(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+def bind(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+    """Return a function of the library with its types; raises AttributeError."""
     function = getattr(library, name)
     function.argtypes, function.restype = types, ctypes.c_int
     bound: Callable[..., int] = function

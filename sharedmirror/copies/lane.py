@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
 
 from sharedmirror.copies.driver import Driver
 from sharedmirror.copies.pairs import Ids
+
+if TYPE_CHECKING:
+    from sharedmirror.copies.submission import DirectTables
 
 __all__ = ["ID_ROOM", "IdRing", "Lane"]
 
@@ -77,6 +81,8 @@ class Lane:
         self.free = [driver.create_event() for _ in range(slots)]
         """Recorded when the last chunk in a slot has left it."""
         self.next_slot = 0
+        self.direct: dict[tuple[bool, int], DirectTables] = {}
+        """Kernels without staging that were launched before: for the whole view or not, and so many groups."""
         # A higher priority for kernels was measured to change nothing: blocks that run are not interrupted.
         self.compute, self.copies = tuple(driver.create_stream() for _ in range(slots)), driver.create_stream()
         self._driver = driver

@@ -42,10 +42,10 @@ __all__ = [
 CHUNKS = 8
 """Loads that are watched layer by layer are cut into at least so many chunks."""
 LEAST_CHUNK_BYTES = 1 << 20
-RAMP_BYTES = 2 << 20
-"""The first chunk of a store and the last of a load: nothing is on the link while a kernel moves it."""
-RAMP_FACTOR = 8
-"""How much larger the next one is: kernels are about ten times as fast as the link."""
+RAMP_BYTES = 8 << 20
+"""The first chunk of a store and the last of a load: nothing of it is on the link while a kernel moves it. One is
+enough, as kernels are ten times as fast as the link; beside a model that lets them in twice in a millisecond each
+further one would cost a turn."""
 SMALL_BYTES = 6 << 20
 """Up to here a kernel moves straight between device and host: 4 MiB in 0.12 ms, and over before it disturbs much."""
 HEAD_BYTES = SMALL_BYTES
@@ -67,7 +67,7 @@ _KEPT_CUTS = 64
 
 
 class Ramp(Enum):
-    """Whether the chunks of a call begin or end small: what is on one side only is on nobody's way then."""
+    """Whether a call begins or ends with a small chunk."""
 
     NONE = "none"
     UP = "up"
@@ -260,12 +260,10 @@ def _chunk_bytes(total_bytes: int, slot_bytes: int) -> int:
 
 def _blocks(cut: Cut, page_bytes: int) -> list[int]:
     """Return how many pages each block has."""
-    size = cut.per_chunk if cut.ramp is Ramp.NONE else max(1, RAMP_BYTES // page_bytes)
-    counts, left = [], cut.pages
-    while left:
-        counts.append(min(size, cut.per_chunk, left))
-        left -= counts[-1]
-        size *= RAMP_FACTOR
+    most = cut.per_chunk
+    small = 0 if cut.ramp is Ramp.NONE else min(max(1, RAMP_BYTES // page_bytes), cut.pages, most)
+    whole, left = divmod(cut.pages - small, most)
+    counts = [count for count in (small, *[most] * whole, left) if count]
     return counts[::-1] if cut.ramp is Ramp.DOWN else counts
 
 

@@ -14,15 +14,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from sharedmirror.copies.interface import Completion, CopyEngine, Event, Geometry, PlaneGeometry, Stream
 from sharedmirror.copies.pairs import Ids
+from sharedmirror.errors import CopyError
 from sharedmirror.types import Lease
 
-__all__ = ["Part", "Sample", "SharedStoreEngine", "subset", "take_samples"]
+__all__ = ["Part", "PartsTogether", "Sample", "SharedStoreEngine", "subset", "take_samples"]
 
 SAMPLE_ONE_IN = 8
 """Besides a lease's first page, one page in so many is compared."""
@@ -49,13 +51,36 @@ def subset(geometry: Geometry, planes: Sequence[int]) -> Geometry:
     return Geometry(picked, geometry.device, order, after, geometry.host_edges)
 
 
-class SharedStoreEngine:
-    """Loads with ``whole``; stores each part's planes for the pages whose turn is this rank's."""
+class PartsTogether(Protocol):
+    """Loads a part's planes together with the ranks that share them; see ``exchange``."""
 
-    def __init__(self, whole: CopyEngine, parts: Sequence[Part], frames_per_page: int) -> None:
+    def load(self, number: int, device_pages: Ids, host_frames: Ids, stream: Stream) -> Completion | None:
+        """Copy host to device; None, and nothing is done, when each rank is to load by itself."""
+        ...
+
+    def drain(self) -> None:
+        """Block until every load is over; raises CopyError."""
+        ...
+
+    def close(self) -> None:
+        """Drain, and let go; raises CopyError."""
+        ...
+
+
+class SharedStoreEngine:
+    """Loads with ``whole``; stores each part's planes for the pages whose turn is this rank's.
+
+    ``together`` loads the planes of ``parts[at]`` with other ranks; ``together`` and ``at`` are a pair.
+    """
+
+    def __init__(
+        self, whole: CopyEngine, parts: Sequence[Part], frames_per_page: int,
+        together: tuple[int, PartsTogether] | None = None,
+    ) -> None:  # fmt: skip
         self._whole = whole
         self._parts = tuple(parts)
         self._frames_per_page = frames_per_page
+        self._together = together
 
     def store(self, device_pages: Ids, host_frames: Ids, stream: Stream) -> Completion:
         """Copy device to host, this rank's share of it; raises CopyError."""
@@ -71,21 +96,36 @@ class SharedStoreEngine:
         """Copy host to device, every plane; raises CopyError."""
         return self._whole.load(device_pages, host_frames, stream)
 
+    def load_together(self, number: int, device_pages: Ids, host_frames: Ids, stream: Stream) -> Completion:
+        """Like load, with the ranks that make the same call for hit ``number``; raises PartMissing, RanksDisagree."""
+        if self._together is None:
+            return self.load(device_pages, host_frames, stream)
+        at, exchange = self._together
+        shared = exchange.load(number, device_pages, host_frames, stream)
+        if shared is None:
+            return self.load(device_pages, host_frames, stream)
+        alone = [part.engine for number, part in enumerate(self._parts) if number != at]
+        return _All([shared, *(engine.load(device_pages, host_frames, stream) for engine in alone)])
+
     def load_with_events(self, device_pages: Ids, host_frames: Ids, stream: Stream) -> list[Event]:
         """Like load; return one event per plane, in ``tensor_pairs`` order."""
         return self._whole.load_with_events(device_pages, host_frames, stream)
 
     def drain(self) -> None:
         """Block until every copy ever submitted is complete; raises CopyError."""
+        if self._together is not None:
+            self._together[1].drain()
         for engine in self._engines():
             engine.drain()
 
     def close(self) -> None:
         """Drain, and let go of every tensor; raises CopyError."""
         self.drain()
+        if self._together is not None:
+            self._together[1].close()
         for engine in self._engines():
             engine.close()
-        self._parts = ()  # they hold views, and views hold the mapping
+        self._parts, self._together = (), None  # they hold views of host memory
 
     def _engines(self) -> list[CopyEngine]:
         engines = [self._whole, *(part.engine for part in self._parts)]
@@ -99,12 +139,28 @@ class _All:
         self._several = several
 
     def done(self) -> bool:
-        """Return whether all are complete; raises CopyError."""
-        return all([each.done() for each in self._several])
+        """Return whether all are complete; raises CopyError, one that says that copies are over when all are."""
+        over, fault = True, None
+        for each in self._several:
+            try:
+                over &= each.done()
+            except CopyError as error:
+                if not error.settled:
+                    raise
+                fault = error
+        if over and fault is not None:
+            raise fault
+        return over
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until all are done, at most ``timeout_s`` seconds for each; return done()."""
-        return all([each.wait(timeout_s) for each in self._several])
+        for each in self._several:
+            try:
+                each.wait(timeout_s)
+            except CopyError as error:
+                if not error.settled:
+                    raise
+        return self.done()
 
 
 @dataclass(frozen=True, eq=False)

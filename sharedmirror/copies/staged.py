@@ -35,7 +35,7 @@ from sharedmirror.copies.plan import (
     sort_by_frame,
     starts_by_kernel,
 )
-from sharedmirror.copies.submission import CopyTables, LaunchTables, Lines, direct_launches
+from sharedmirror.copies.submission import CopyTables, DirectTables, LaunchTables, Lines
 from sharedmirror.copies.view import Addresses, build_view, layered_view
 from sharedmirror.errors import ClosedError, CopyError, UsageError
 
@@ -204,9 +204,12 @@ class StagedEngine:
 
     def _launch_direct(self, lane: Lane, lines: Lines, groups: int, ids: tuple[int, int, int], stream: int) -> None:
         """Move the first groups straight between device and host; ``ids``: addresses of pages and frames, count."""
-        kernels = self._kernels.all(lines.view.tables, to_dense=lane is self._store, direct=True)
-        for kernel, shape, arguments in direct_launches(lines, kernels, groups, ids, stream, DIRECT_BLOCKS):
-            self._driver.launch(kernel, shape, arguments.row(0))
+        key = lines is self._whole, groups
+        tables = lane.direct.get(key)
+        if tables is None:
+            kernels = self._kernels.all(lines.view.tables, to_dense=lane is self._store, direct=True)
+            tables = lane.direct[key] = DirectTables(self._driver, kernels, lines, groups, DIRECT_BLOCKS)
+        tables.submit(ids, stream)
 
     def _plain(
         self, lane: Lane, lines: Lines, pages: Ids, frames: Ids, outer: torch.cuda.Stream

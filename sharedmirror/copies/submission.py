@@ -7,19 +7,18 @@ copies what it reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from sharedmirror.copies.driver import Driver, Kernel, launch_shapes, row_copies, row_operations
 from sharedmirror.copies.kernels import ARGUMENTS
-from sharedmirror.copies.lane import Lane
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.copies.plan import Chunks, Copies, Cuts
 from sharedmirror.copies.view import View
 
-__all__ = ["Arguments", "CopyTables", "LaunchTables", "Lines", "direct_launches"]
+__all__ = ["Arguments", "CopyTables", "DirectTables", "LaunchTables", "Lines", "Ring"]
 
 BLOCKS = 32
 """Blocks of 128 threads that gather or scatter, at 400 to 700 GB/s. More, fewer and larger ones disturbed a
@@ -28,6 +27,15 @@ of 512 threads 1.07 and 1.13."""
 _WIDTH = ARGUMENTS + 2
 _SHAPE_BYTES = 56
 _KEPT_TEMPLATES = 64
+
+
+class Ring(Protocol):
+    """Staging slots, the one that comes next, and the streams: of the copies, and of each slot's kernels."""
+
+    slots: tuple[int, ...]
+    next_slot: int
+    compute: tuple[int, ...]
+    copies: int
 
 
 class Lines:
@@ -65,7 +73,7 @@ class Arguments:
 class _Template:
     """The kernels of all calls that are cut alike: between two of them only the place of the page ids differs."""
 
-    def __init__(self, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Lane) -> None:
+    def __init__(self, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Ring) -> None:
         number, tables, _ = chunks.launches.shape
         values = np.zeros((number, tables, _WIDTH), np.int64)
         values[..., 0] = lines.addresses
@@ -95,7 +103,7 @@ class LaunchTables:
     """The kernels of a call's chunks; used with the lane's lock held, as the tables serve the next call too."""
 
     def __init__(
-        self, driver: Driver, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Lane, ids: int
+        self, driver: Driver, kernels: list[Kernel], lines: Lines, chunks: Chunks, lane: Ring, ids: int
     ) -> None:
         key = (chunks, lane.next_slot, lane.copies)
         template = lines.templates.get(key)
@@ -114,22 +122,33 @@ class LaunchTables:
                 self._driver.launch(kernel, template.first_shape + _SHAPE_BYTES * row, template.arguments.row(row))
 
 
-def direct_launches(
-    lines: Lines, kernels: list[Kernel], groups: int, ids: tuple[int, int, int], stream: int, most_blocks: int
-) -> Iterator[tuple[Kernel, int, Arguments]]:
-    """Yield the launches that move the first groups of some pages straight between device and host.
+class DirectTables:
+    """The kernels of one lane that move the first groups of pages straight between device and host."""
 
-    ``ids``: where their device pages and host frames are listed, and how many they are.
-    """
-    pages, frames, count = ids
-    bounds = np.array([0]), np.array([lines.view.groups[groups]])
-    for kernel, table, address in zip(kernels, lines.view.tables, lines.addresses, strict=True):
-        tiles = len(table.fields) if groups == len(lines.view.groups) - 1 else int(table.between(*bounds)[1][0])
-        if tiles:
-            values = np.array([(address, pages, frames, count, 0, tiles, 0, 0, 0, 0, 0)], np.int64)
-            blocks = np.array([min(most_blocks, -(-count * tiles // table.rows))])
-            shape = launch_shapes(blocks, np.array([kernel.threads]), np.array([kernel.shared_bytes]), stream)
-            yield kernel, shape.ctypes.data, Arguments(values)
+    def __init__(self, driver: Driver, kernels: list[Kernel], lines: Lines, groups: int, most_blocks: int) -> None:
+        bounds, every = (np.array([0]), np.array([lines.view.groups[groups]])), groups == len(lines.view.groups) - 1
+        tables = lines.view.tables
+        self._tiles = [len(each.fields) if every else int(each.between(*bounds)[1][0]) for each in tables]
+        values = np.zeros((len(tables), _WIDTH), np.int64)
+        values[:, 0], values[:, 5] = lines.addresses, self._tiles
+        self._driver, self._kernels, self._most_blocks = driver, kernels, most_blocks
+        self._arguments = Arguments(values)
+        self._rows = [table.rows for table in tables]
+        threads, shared = ([getattr(kernel, name) for kernel in kernels] for name in ("threads", "shared_bytes"))
+        blocks = np.zeros(len(tables), np.int64)
+        self._shapes = launch_shapes(blocks, np.array(threads), np.array(shared), 0)
+        self._first_shape = int(self._shapes.ctypes.data)
+
+    def submit(self, ids: tuple[int, int, int], stream: int) -> None:
+        """Enqueue them; ``ids``: where device pages and host frames are listed, and how many they are."""
+        self._arguments.values[:, 1:4] = ids
+        self._shapes[:, 4] = stream
+        count = ids[2]
+        for row, (kernel, tiles) in enumerate(zip(self._kernels, self._tiles, strict=True)):
+            if tiles:
+                # The blocks are 32 bits, and so is what follows them: always 1.
+                self._shapes[row, 0] = min(self._most_blocks, -(-count * tiles // self._rows[row])) | 1 << 32
+                self._driver.launch(kernel, self._first_shape + _SHAPE_BYTES * row, self._arguments.row(row))
 
 
 class CopyTables:
