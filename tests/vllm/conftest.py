@@ -306,13 +306,14 @@ def device_is_open() -> None:
     from sharedmirror.copies.interface import Geometry, PlaneGeometry
     from sharedmirror.copies.staged import StagedEngine
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    there = torch.zeros((2, 4096), dtype=torch.uint8, device=device)
-    here = torch.zeros((2, 4096), dtype=torch.uint8, pin_memory=True)
-    engine = StagedEngine(Geometry((PlaneGeometry("plane", there, here),), device, (0,), (1,)))
-    for copy in (engine.store, engine.load):
-        copy(np.array([0]), np.array([1]), torch.cuda.Stream()).wait(60)
-    engine.close()
+    for device in [torch.device("cuda", number) for number in range(torch.cuda.device_count())]:
+        there = torch.zeros((2, 4096), dtype=torch.uint8, device=device)
+        here = torch.zeros((2, 4096), dtype=torch.uint8, pin_memory=True)
+        engine = StagedEngine(Geometry((PlaneGeometry("plane", there, here),), device, (0,), (1,)))
+        engine.wait_for_kernels()
+        for copy in (engine.store, engine.load):
+            copy(np.array([0]), np.array([1]), torch.cuda.Stream(device)).wait(60)
+        engine.close()
 
 
 @pytest.fixture
