@@ -32,7 +32,7 @@ from sharedmirror.copies.staged import StagedEngine
 
 GIB = 1 << 30
 PLANES, PAGES, POOL_PAGES = 128, 256, 512
-REPEATS = 7
+REPEATS, BESIDE_REPEATS = 15, 7
 REGISTRATION_BYTES = 4 * GIB
 POPULATE_WRITE = 23
 LATENCY_REPEATS = 101
@@ -110,7 +110,7 @@ def in_a_row(pages: int = PAGES) -> tuple[Any, Any]:
     return np.arange(pages, dtype=np.int64), np.arange(7, 7 + pages, dtype=np.int64)
 
 
-def median(measure: Callable[[], float], repeats: int = REPEATS, warm_up: int = 2) -> float:
+def median(measure: Callable[[], float], repeats: int = REPEATS, warm_up: int = 5) -> float:
     for _ in range(warm_up):
         measure()
     return statistics.median(measure() for _ in range(repeats))
@@ -405,7 +405,7 @@ def beside(
         if moved[1].elapsed_time(computed[1]) < -20:
             break
         longer *= 2
-    for _ in range(REPEATS):
+    for _ in range(BESIDE_REPEATS):
         time.sleep(PAUSE_S)
         alone.append(Chain.ms(chain.start()))
         time.sleep(PAUSE_S)
@@ -449,7 +449,7 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
         f"{platform.python_version()}, Linux {platform.release()}; {PLANES} planes, {PAGES} pages, medians of "
-        f"{REPEATS} and more; rates are shares of the limit in the same direction. "
+        f"{BESIDE_REPEATS} and more; rates are shares of the limit in the same direction. "
         f"The run took {time.perf_counter() - started:.0f} s.\n"
     )
     print(report.markdown())

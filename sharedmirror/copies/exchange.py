@@ -41,7 +41,7 @@ __all__ = ["Exchange", "Together"]
 
 TOGETHER_BYTES = 32 << 20
 """Smaller loads are over before the ranks have waited for each other."""
-SLOT_BYTES = 32 << 20
+SLOT_BYTES = 16 << 20
 LEAST_SLOT_BYTES = 2 << 20
 SLOTS = 3
 LANDING_SLOTS = 2

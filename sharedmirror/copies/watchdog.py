@@ -151,6 +151,8 @@ class Watchdog:
                 self._changed.wait_for(lambda: bool(self._pending) or self._closed)
                 if self._closed and not self._pending:
                     return
+            # First of all whoever began a load submits it: this thread would only hold it up.
+            time.sleep(_PAUSE_S)
             while self.step():
                 time.sleep(_PAUSE_S)
 
