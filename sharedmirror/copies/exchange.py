@@ -41,7 +41,7 @@ __all__ = ["Exchange", "Together"]
 
 TOGETHER_BYTES = 32 << 20
 """Smaller loads are over before the ranks have waited for each other."""
-SLOT_BYTES = 16 << 20
+SLOT_BYTES = 32 << 20
 LEAST_SLOT_BYTES = 2 << 20
 SLOTS = 3
 LANDING_SLOTS = 2
@@ -247,7 +247,7 @@ class _Rig:
                 self._ring = driver.allocate(slots * slot_bytes)
                 self._handle = driver.handle_of(self._ring)
                 board_address = self._register()
-                self.streams = streams = Streams(*(driver.create_stream() for _ in range(4)))
+                self.streams = streams = Streams(*(driver.create_stream() for _ in range(len(Streams._fields))))
                 self._outer = torch.cuda.ExternalStream(self.streams.others, device=self._device)
                 kernels = MoveKernels(driver, self._device, view.tables)
                 landing = len(board.others) * landing_slots
@@ -347,7 +347,7 @@ class _Rig:
 
     def synchronize(self) -> None:
         """Block until all streams are empty; raises CopyError."""
-        for stream in (self.streams.pull, self.streams.own, self.streams.fetch, self.streams.others):
+        for stream in self.streams:
             self.driver.synchronize(stream)
 
     def close_peers(self) -> None:
@@ -361,8 +361,7 @@ class _Rig:
         """Let go of everything; of the slots only if ``free``. Raises CopyError."""
         with self.driver:
             events = [event for member in self.members for event in member.free]
-            streams = self.streams
-            self.driver.destroy([streams.pull, streams.own, streams.fetch, streams.others], events)
+            self.driver.destroy(list(self.streams), events)
             self.driver.unregister(self._registered)
             if free:
                 self.driver.free(self._ring)

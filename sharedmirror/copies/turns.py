@@ -5,7 +5,8 @@ from the host, chunk by chunk, into slots that the others may read; it scatters 
 pages, and fetches the chunks of the others from their slots. What is in a slot depends on the frames alone, so a rank
 scatters the others' chunks by its own device pages without a word from them.
 
-    pull     wait: all have consumed what was in the slot; copies from the host; write produced
+    pull     wait: all have consumed what was in the slot; copies from the host
+    tell     write produced, while the next chunk is on the link already
     own      scatter
     fetch    wait: produced; copy from the other's slot; write consumed
     others   scatter; at the end write finished
@@ -23,6 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sharedmirror.board import Board
 from sharedmirror.copies.driver import Kernel
@@ -36,11 +38,11 @@ __all__ = ["Member", "Streams", "Turns", "chunk_order", "digest_of", "stretches"
 _WORD = 0xFFFFFFFF
 
 
-@dataclass(frozen=True)
-class Streams:
+class Streams(NamedTuple):
     """The streams of a rank's loads together."""
 
     pull: int
+    tell: int
     own: int
     fetch: int
     others: int
@@ -134,11 +136,7 @@ class Turns:
         self.follow(streams.others, streams.own)
         self.follow(streams.pull, outer)
         bounds = stretches(len(frames), len(members))
-        launches = {
-            at: LaunchTables(driver, self._kernels, members[at].lines, chunks, members[at], ids + 8 * bounds[at][0])
-            for at, chunks in enumerate(cuts)
-            if chunks is not None
-        }
+        launches: dict[int, LaunchTables] = {}
         mine, copies = cuts[board.me], None
         if mine is not None:
             low, high = bounds[board.me]
@@ -150,6 +148,9 @@ class Turns:
                 self._pull(members[at], copies, chunk)
             else:
                 self._fetch(at, _size(cuts[at], chunk))
+            if at not in launches and (chunks := cuts[at]) is not None:
+                lines, first = members[at].lines, ids + 8 * bounds[at][0]
+                launches[at] = LaunchTables(driver, self._kernels, lines, chunks, members[at], first)
             launches[at].submit(chunk)
             slot = members[at].next_slot
             driver.record(members[at].free[slot], members[at].compute[slot])
@@ -171,8 +172,9 @@ class Turns:
                 driver.wait_word(stream, self._words + board.consumed(reader, board.me), before & _WORD)
         driver.wait(stream, own.free[own.next_slot])
         copies.submit(chunk, stream)
-        driver.write_word(stream, self._words + board.produced(board.me), (own.count + 1) & _WORD)
         self.follow(own.compute[own.next_slot], stream)
+        driver.wait(self._streams.tell, self._mark)
+        driver.write_word(self._streams.tell, self._words + board.produced(board.me), (own.count + 1) & _WORD)
 
     def _fetch(self, at: int, size_bytes: int) -> None:
         driver, board, stream, other = self._driver, self._board, self._streams.fetch, self._members[at]

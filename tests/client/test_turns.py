@@ -154,15 +154,18 @@ class Rank:
         self.stopped = False
 
     def connect(self, ranks: list[Rank]) -> None:
-        streams = Streams(1, 2, 3, 4)
+        streams = Streams(1, 2, 3, 4, 5)
         members = []
         for other in ranks:
             mine = other is self
             here = places(self.ring) if mine else places(self.landing[other.me])
-            free, compute = [self.driver.create_event() for _ in here], (2 if mine else 4,) * len(here)
+            free, compute = (
+                [self.driver.create_event() for _ in here],
+                (streams.own if mine else streams.others,) * len(here),
+            )
             sources = [] if mine else places(other.ring)
             lines = Lines(self.view, torch.device("cpu"))
-            members.append(Member(lines, tuple(here), sources, free, compute, 1 if mine else 3))
+            members.append(Member(lines, tuple(here), sources, free, compute, streams.pull if mine else streams.fetch))
         kernels = [Kernel(0, 128, 0) for _ in self.view.tables]
         address = int(self.board.bytes.ctypes.data)
         edges = np.zeros(0, np.int64)

@@ -295,6 +295,27 @@ def tier(start: Any) -> Any:
     return start(memory="256MiB")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def device_is_open() -> None:
+    """The driver opens descriptors when a process first copies: before the tests that count descriptors."""
+    import numpy as np
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from sharedmirror.copies.interface import Geometry, PlaneGeometry
+    from sharedmirror.copies.staged import StagedEngine
+
+    for device in [torch.device("cuda", number) for number in range(torch.cuda.device_count())]:
+        there = torch.zeros((2, 4096), dtype=torch.uint8, device=device)
+        here = torch.zeros((2, 4096), dtype=torch.uint8, pin_memory=True)
+        engine = StagedEngine(Geometry((PlaneGeometry("plane", there, here),), device, (0,), (1,)))
+        engine.wait_for_kernels()
+        for copy in (engine.store, engine.load):
+            copy(np.array([0]), np.array([1]), torch.cuda.Stream(device)).wait(60)
+        engine.close()
+
+
 @pytest.fixture
 def tiers(daemon: Any) -> Iterator[Callable[..., Any]]:
     """Make both sides of an engine over ``daemon``, without an engine; see ``test_sides.Tier``."""

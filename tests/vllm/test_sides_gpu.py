@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sharedmirror.copies import plan as plan_module
+from sharedmirror.copies.staged import StagedEngine
 from tests.vllm.test_sides import HIT, MISS, PAD, Tier, ask, keys
 
 pytestmark = [
@@ -27,6 +28,18 @@ SLEEP_CYCLES = 400_000_000
 PAGE = 4096
 ROUTES = ("direct", "plain", "staged")
 BLOCKS, OTHERS = [5, 9, 2, 30], [40, 41, 42, 43]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every engine wait for its kernels: without them there is one route only."""
+    make = StagedEngine.__init__
+
+    def make_and_wait(engine: StagedEngine, *arguments: Any, **options: Any) -> None:
+        make(engine, *arguments, **options)
+        assert engine.wait_for_kernels()
+
+    monkeypatch.setattr(StagedEngine, "__init__", make_and_wait)
 
 
 @pytest.fixture(params=ROUTES)
