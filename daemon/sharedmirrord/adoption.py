@@ -150,12 +150,15 @@ def _check_readable(path: str, reset: bool) -> None:
     with contextlib.suppress(OSError):
         marks = os.listdir(paths.session_dir(path))
     for left in list(leftovers()):
+        mark = left.records_name.removesuffix(_RECORDS_SUFFIX).rpartition("-")[2]
         if left.unfinished:
             remove_unfinished(left)
-        elif left.header is None and left.records_name.removesuffix(_RECORDS_SUFFIX).rpartition("-")[2] in marks:
+        elif left.header is None and mark in marks:
             if not reset:
                 raise _cannot_adopt(f"{left.records_name}: {left.problem}")
             log.warning("event=left_behind segments=%s reason=%r", ",".join(left.names), left.problem)
+            # Given up for good: it must not stand in the way of what comes after it. Its segments stay.
+            shutil.rmtree(os.path.join(paths.session_dir(path), mark), ignore_errors=True)
 
 
 def _cannot_adopt(problem: str) -> CannotAdopt:

@@ -166,8 +166,10 @@ def test_a_damaged_header_is_no_reason_to_begin_anew_in_silence(
     assert name in said and "--reset" in said
     assert len(shm()) == 2
     life.again("--reset")
-    # What it cannot read it does not unlink, but it says so.
+    # What it cannot read it does not unlink, but it says so; and that once.
     assert name in shm() and name in life.daemon.log()
+    life.restart()
+    assert life.daemon.status()["daemon"]["epoch"] == 2
 
 
 def test_records_that_vanished_are_no_reason_to_begin_anew_in_silence(
@@ -185,6 +187,8 @@ def test_records_that_vanished_are_no_reason_to_begin_anew_in_silence(
         assert re.search(r": 32\.00 MiB \(", line_of(told, name))
     life.again("--reset")
     assert (SHM / arena).exists() and name in life.daemon.log()
+    life.restart()
+    assert life.daemon.status()["daemon"]["epoch"] == 2
     (SHM / arena).unlink()
     assert gc(start)[0] == 0 and len(shm()) == 2
 
