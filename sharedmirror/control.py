@@ -32,6 +32,7 @@ from sharedmirror.types import (
     Reservation,
     Role,
     Sealed,
+    check_lease,
     check_text,
     launch_id,
 )
@@ -256,7 +257,7 @@ class Client:
         Cleared for a lease from before ``clear``.
         """
         named = None if pages is None else [int(page) for page in pages]
-        body = self._call("seal", lease=lease.id, keys=_keys(keys), pages=named, parent=parent)
+        body = self._call("seal", lease=check_lease("seal", lease).id, keys=_keys(keys), pages=named, parent=parent)
         return sealed_from(body)
 
     def lookup(self, keys: Sequence[bytes], mode: Literal["prefix", "each"] = "prefix", *, wait_s: float = 0) -> Hit:
@@ -308,7 +309,8 @@ class Client:
 
     def abort(self, lease: Lease, pages: Sequence[int] | None = None) -> None:
         """Give a lease, or some of its pages, up. They are freed once every rank has drained."""
-        self._call("abort", lease=lease.id, pages=None if pages is None else [int(page) for page in pages])
+        named = None if pages is None else [int(page) for page in pages]
+        self._call("abort", lease=check_lease("abort", lease).id, pages=named)
 
     def release(self, hits: Iterable[Hit]) -> None:
         """Release several hits in one round trip."""

@@ -39,7 +39,7 @@ from sharedmirror.errors import (
     WrongPoolKind,
 )
 from sharedmirror.transfers import HitLike, Ledger, SampleLike, Transfer
-from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed, check_text, launch_id
+from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed, check_lease, check_text, launch_id
 
 __all__ = ["Progress", "SharedHostMirror", "flat_bytes_per_host_page"]
 
@@ -306,8 +306,7 @@ class SharedHostMirror:
         """
         with self._gate:
             ledger = self._ledger_of("store")
-            if not isinstance(lease, Lease):
-                raise UsageError(f"store copies under a Lease, not {type(lease).__name__}")
+            check_lease("store", lease)
             device, frames = self._checked(pairs, "store", may=lambda pages: ledger.check_store(lease, pages))
             transfer = ledger.begin_store(lease, self._pages_of(frames))
             with self._attachment.copying():
@@ -356,7 +355,7 @@ class SharedHostMirror:
         """
         with self._gate:
             ledger = self._ledger_of("commit")
-            commit = ledger.freeze(lease, pages)
+            commit = ledger.freeze(check_lease("commit", lease), pages)
             if wait:
                 return self._commits.send_now(commit, timeout_s)
             self._commits.add(commit)

@@ -130,6 +130,14 @@ class Lease:
     keys: tuple[bytes, ...] | None = None
 
 
+def check_lease(call: str, value: object) -> Lease:
+    """Return a lease; raises UsageError, naming ``call``, for anything else."""
+    if isinstance(value, Lease):
+        return value
+    remedy = "; a reservation has none when nothing was granted" if value is None else ""
+    raise UsageError(f"{call} takes a Lease, not {type(value).__name__}{remedy}")
+
+
 @dataclass(frozen=True)
 class Reservation:
     """The answer to ``reserve``: what became of each key."""

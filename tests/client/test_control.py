@@ -253,6 +253,17 @@ def test_bad_keys_are_refused_and_change_nothing(one: Engine, keys: Any, words: 
     assert one.client.seal(lease, [b"a" * 64, b"b"]).sealed == lease.pages
 
 
+def test_what_is_no_lease_is_refused_by_name(one: Engine) -> None:
+    lease = one.client.lease(1)
+    wrong: Any
+    for wrong in (None, lease.id, "lease", one.client.lookup([b"nothing"])):
+        with pytest.raises(UsageError, match=f"seal takes a Lease, not {type(wrong).__name__}"):
+            one.client.seal(wrong, [b"a"])
+        with pytest.raises(UsageError, match=f"abort takes a Lease, not {type(wrong).__name__}"):
+            one.client.abort(wrong)
+    assert one.pages()["leased"] == 1
+
+
 def test_pages_of_a_seal_must_be_the_leases_own_and_distinct(one: Engine) -> None:
     client = one.client
     lease, other = client.lease(2), client.lease(1)
