@@ -55,7 +55,7 @@ class Rank:
 
     def attach(self, engine: str, slots: int, slot_mib: int) -> None:
         from sharedmirror import SharedHostMirror
-        from sharedmirror.copies import exchange
+        from sharedmirror.copies.together import exchange
 
         exchange.SLOT_BYTES, exchange.LEAST_SLOT_BYTES, exchange.SLOTS = slot_mib * MIB, MIB, slots
         exchange.TOGETHER_BYTES = 1

@@ -27,9 +27,9 @@ from typing import Any, Protocol
 
 import torch
 
-from sharedmirror.board import map_board
 from sharedmirror.channel import Channel
 from sharedmirror.copies.geometry import Placement
+from sharedmirror.copies.together.board import map_board
 from sharedmirror.descriptors import close_all
 from sharedmirror.errors import (
     ClosedError,

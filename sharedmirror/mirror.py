@@ -22,13 +22,13 @@ import torch
 
 from sharedmirror.adapter import DevicePool, flat_bytes_per_host_page
 from sharedmirror.attachment import Attachment, Gate, OpenChannel, open_channel
-from sharedmirror.board import MOST_RANKS
 from sharedmirror.commits import CommitQueue, Progress
 from sharedmirror.copies.cpu import CpuEngine
 from sharedmirror.copies.geometry import build_geometry, host_tensor
 from sharedmirror.copies.interface import Completion, CopyEngine, Event, Geometry, Stream
 from sharedmirror.copies.pairs import Ids, PagePairs, check_pairs
 from sharedmirror.copies.sharing import Part, PartsTogether, SharedStoreEngine, subset, take_samples
+from sharedmirror.copies.together.board import MOST_RANKS
 from sharedmirror.errors import (
     CopyError,
     MemoryFault,
@@ -192,7 +192,7 @@ class SharedHostMirror:
         ranks = tuple(place.sharers[number])
         if geometries[number].device.type != "cuda" or not 2 <= len(ranks) <= MOST_RANKS:
             return None
-        from sharedmirror.copies.exchange import Exchange
+        from sharedmirror.copies.together.exchange import Exchange
 
         memory = place.board()
         return None if memory is None else (number, Exchange(geometries[number], memory, ranks, self._rank))

@@ -1,4 +1,4 @@
-"""Boards on which the ranks of an engine launch meet to load together; see ``sharedmirror.board``.
+"""Boards on which the ranks of an engine launch meet to load together; see ``sharedmirror.copies.together.board``.
 
 The daemon makes one when a rank asks and hands the same to the others. It never reads one. Nobody can find
 a board by name or resize it, and it goes with its last holder.

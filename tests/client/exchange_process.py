@@ -43,7 +43,7 @@ class Side:
     """What runs in a rank's process."""
 
     def __init__(self, rank: int, socket: str, shape: Shape, settings: dict[str, Any]) -> None:
-        from sharedmirror.copies import exchange
+        from sharedmirror.copies.together import exchange
 
         exchange.SAME_DEVICE = ONE_DEVICE
         for name, value in settings.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sharedmirror import SharedHostMirror
-from sharedmirror.board import MOST_RANKS, POSTS, Abort, Board, Card, Kind, State, wait_until
+from sharedmirror.copies.together.board import MOST_RANKS, POSTS, Abort, Board, Card, Kind, State, wait_until
 from sharedmirror.types import BOARD_BLOCK_BYTES
 
 if TYPE_CHECKING:

@@ -18,16 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharedmirror.board import POSTS, Board
 from sharedmirror.copies.driver import Kernel
 from sharedmirror.copies.interface import Geometry, PlaneGeometry
 from sharedmirror.copies.pairs import Ids
-from sharedmirror.copies.peers import PeerDriver
 from sharedmirror.copies.plan import sort_by_frame
 from sharedmirror.copies.submission import Lines
-from sharedmirror.copies.turns import Member, Streams, Turns, chunk_order, digest_of, stretches
+from sharedmirror.copies.together.board import POSTS, Board
+from sharedmirror.copies.together.peers import PeerDriver
+from sharedmirror.copies.together.turns import Member, Streams, Turns, chunk_order, digest_of, stretches
+from sharedmirror.copies.together.watchdog import Round, Watchdog
 from sharedmirror.copies.view import TILE_FIELDS, Addresses, build_view
-from sharedmirror.copies.watchdog import Round, Watchdog
 from sharedmirror.errors import CopyError, PartMissing, RanksDisagree
 from sharedmirror.types import BOARD_BLOCK_BYTES
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sharedmirror.board import map_board
+from sharedmirror.copies.together.board import map_board
 from sharedmirror.types import BOARD_BLOCK_BYTES
 from sharedmirrord.boards import Boards
 from sharedmirrord.core.model import Incarnation, State

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sharedmirror.board import Abort, Board, Kind
+from sharedmirror.copies.together.board import Abort, Board, Kind
 from sharedmirror.errors import CopyError, PartMissing, RanksDisagree
 
 __all__ = ["Round", "Watchdog", "failure"]

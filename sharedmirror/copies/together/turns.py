@@ -26,12 +26,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sharedmirror.board import Board
 from sharedmirror.copies.driver import Kernel
 from sharedmirror.copies.pairs import Ids
-from sharedmirror.copies.peers import PeerDriver
 from sharedmirror.copies.plan import Chunks, Ramp, plan_staged
 from sharedmirror.copies.submission import CopyTables, LaunchTables, Lines
+from sharedmirror.copies.together.board import Board
+from sharedmirror.copies.together.peers import PeerDriver
 
 __all__ = ["Member", "Streams", "Turns", "chunk_order", "digest_of", "stretches"]
 

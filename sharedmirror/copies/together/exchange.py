@@ -22,18 +22,18 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from sharedmirror.board import Board, Card, Kind, State, wait_until
 from sharedmirror.copies.interface import Geometry, Stream
 from sharedmirror.copies.kernels import MoveKernels
 from sharedmirror.copies.lane import ID_ROOM, IdRing
 from sharedmirror.copies.pairs import Ids
-from sharedmirror.copies.peers import PeerDriver
 from sharedmirror.copies.plan import sort_by_frame
 from sharedmirror.copies.staged import CudaCompletion
 from sharedmirror.copies.submission import Lines
-from sharedmirror.copies.turns import Member, Streams, Turns, digest_of
+from sharedmirror.copies.together.board import Board, Card, Kind, State, wait_until
+from sharedmirror.copies.together.peers import PeerDriver
+from sharedmirror.copies.together.turns import Member, Streams, Turns, digest_of
+from sharedmirror.copies.together.watchdog import Round, Watchdog, failure
 from sharedmirror.copies.view import Addresses, View, build_view
-from sharedmirror.copies.watchdog import Round, Watchdog, failure
 from sharedmirror.errors import ClosedError, CopyError, UsageError
 from sharedmirror.types import BOARD_BLOCK_BYTES
 
