@@ -51,7 +51,7 @@ DIRECT_BLOCKS = 132
 MAX_PAGES = ID_ROOM // 4
 _PLAIN_COPIES = 1 << 20
 _LEGACY_STREAMS = (0, 1)
-_POLL_S = 50e-6
+_POLL_S, _LONGEST_POLL_S = 20e-6, 5e-3
 
 
 class CudaCompletion:
@@ -71,13 +71,13 @@ class CudaCompletion:
             with _device_errors():
                 self._event.synchronize()
             return True
-        deadline, pause = time.monotonic() + timeout_s, _POLL_S
+        begin = time.monotonic()
         while not self.done():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            waited = time.monotonic() - begin
+            if waited >= timeout_s:
                 return False
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, 1e-3)
+            # Late by a thirtieth at most.
+            time.sleep(min(max(_POLL_S, waited / 32), _LONGEST_POLL_S, timeout_s - waited))
         return True
 
 
