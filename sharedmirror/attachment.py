@@ -40,7 +40,7 @@ from sharedmirror.errors import (
     StaleLease,
 )
 from sharedmirror.mapping import RegionMapping
-from sharedmirror.registration import HostRegistration, refuse_mps
+from sharedmirror.registration import HostRegistration, device_node, refuse_mps
 from sharedmirror.types import Role
 
 __all__ = ["Attachment", "ChannelLike", "Gate", "OpenChannel"]
@@ -112,7 +112,9 @@ class Attachment:
         self.regions: list[RegionMapping] = []
         self.registrations: list[HostRegistration] = []
         try:
-            reply = self.channel.call("attach", **request)
+            # The daemon puts this rank's memory near its GPU, if it can.
+            near = {"node": device_node(device)} if device.type == "cuda" else {}
+            reply = self.channel.call("attach", **request, **near)
         except BaseException:
             self.channel.close()
             raise

@@ -33,7 +33,7 @@ import torch
 
 from sharedmirror.errors import MemoryFault
 
-__all__ = ["CHUNK_BYTES", "HostRegistration", "refuse_mps"]
+__all__ = ["CHUNK_BYTES", "HostRegistration", "device_node", "refuse_mps"]
 
 CHUNK_BYTES = 1 << 30
 """One registration. Longer ones stall kernel launches of other processes for longer; see BENCHMARKS.md."""
@@ -41,6 +41,7 @@ _PIECE_BYTES = 32 << 20
 _MAX_THREADS = 16
 _MADV_POPULATE_WRITE = 23
 _PORTABLE, _DEVICEMAP = 1, 2
+_PCI_ID_BYTES = 32
 
 _log = logging.getLogger("sharedmirror")
 
@@ -266,6 +267,28 @@ def refuse_mps() -> None:
         f"CUDA MPS is active ({control}); under MPS the death of a worker does not prove that its copies have ended, "
         f"so its pages could never be reused safely. Stop MPS, or set CUDA_MPS_PIPE_DIRECTORY to an empty directory"
     )
+
+
+def device_node(device: torch.device, *, driver: Any = None, sys: str = "/sys") -> int | None:
+    """Return the NUMA node that a CUDA device hangs on; None where nobody tells, or the machine has none.
+
+    It only says where memory is best, so no failure here is an error.
+    """
+    try:
+        driver = _load_driver() if driver is None else driver
+        code, *values = driver.cuDeviceGet(device.index or 0)
+        if int(code) == 0:
+            code, *values = driver.cuDeviceGetPCIBusId(_PCI_ID_BYTES, values[0])
+        if int(code) != 0:
+            _log.debug("event=no_numa_node device=%s reason=%r", device, getattr(code, "name", code))
+            return None
+        name = bytes(values[0]).partition(b"\0")[0].decode("ascii").lower()  # sysfs has small letters
+        with open(os.path.join(sys, "bus/pci/devices", name, "numa_node"), encoding="ascii") as file:
+            node = int(file.read())
+    except (MemoryFault, OSError, ValueError) as error:
+        _log.debug("event=no_numa_node device=%s reason=%r", device, str(error))
+        return None
+    return node if node >= 0 else None
 
 
 def _load_driver() -> Any:

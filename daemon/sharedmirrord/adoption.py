@@ -232,7 +232,7 @@ def restore(store: RecordStore) -> State:
     """Return the state that an adopted store describes; raises CannotAdopt."""
     arena_bytes = store.header.arenas[0][1]
     try:
-        return recover(store.records(), store.slots, arena_bytes, time.monotonic())
+        return recover(store.records(), store.slots, arena_bytes, time.monotonic(), memory.memory_nodes())
     except SharedMirrorError as error:
         raise _cannot_adopt(error.message) from error
 

@@ -23,6 +23,7 @@ from typing import Literal
 from sharedmirror.errors import ClosedError, MemoryFault, UsageError
 from sharedmirror.types import REGION_ALIGNMENT_BYTES
 from sharedmirrord import memory, registration, syscalls
+from sharedmirrord.core.regions import divide
 from sharedmirrord.registration import CudaRegistration
 from sharedmirrord.segment import Segment, leave
 
@@ -130,7 +131,7 @@ class Arena:
             if huge or huge_pages == "never":
                 advice = syscalls.MADV_HUGEPAGE if huge else syscalls.MADV_NOHUGEPAGE
                 syscalls.madvise(address, size_bytes, advice)
-            _spread(address, size_bytes)
+            _bind(address, size_bytes)
             undo.pop_all()
         cores = min(len(os.sched_getaffinity(0)), MAX_THREADS)
         must = huge_pages == "always"
@@ -308,12 +309,16 @@ def _choose_huge_pages(asked: HugePages) -> bool:
     return False
 
 
-def _spread(address: int, size_bytes: int) -> None:
-    """Interleave the pages over the NUMA nodes with memory, where there are several."""
-    nodes = memory.memory_nodes()
-    if len(nodes) > 1 and (error := syscalls.interleave(address, size_bytes, nodes)):
+def _bind(address: int, size_bytes: int) -> None:
+    """Give each NUMA node with memory its part of the arena, where there are several."""
+    refused: dict[int, int] = {}
+    for node, start, end in divide(size_bytes, memory.memory_nodes()):
+        if error := syscalls.prefer(address + start, end - start, node):
+            refused[node] = error
+    if refused:
         _log.warning(
-            "event=mbind_refused nodes=%s errno=%s remedy='allow CAP_SYS_NICE; pages now lie where they are touched'",
-            nodes,
-            errno.errorcode.get(error, error),
+            "event=mbind_refused nodes=%s errno=%s remedy='allow CAP_SYS_NICE, and these nodes in cpuset.mems; "
+            "until then their parts of the arena lie where they are touched'",
+            list(refused),
+            ",".join(sorted({errno.errorcode.get(error, str(error)) for error in refused.values()})),
         )

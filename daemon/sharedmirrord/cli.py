@@ -178,7 +178,7 @@ def _create(stack: contextlib.ExitStack, path: str, size_bytes: int, options: _A
     stack.callback(failpoints.reach, "exit.arena")
     arena = stack.enter_context(Arena.create(arena_name, size_bytes, **options))
     failpoints.reach("create.arena")
-    return _Memory(arena, segment, store, State(ArenaSpace(size_bytes)))
+    return _Memory(arena, segment, store, State(ArenaSpace(size_bytes, memory.memory_nodes())))
 
 
 def _adopt(stack: contextlib.ExitStack, records_name: str, wanted: memory.Size, options: _ArenaOptions) -> _Memory:

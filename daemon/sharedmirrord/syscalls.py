@@ -22,7 +22,7 @@ from sharedmirrord import memory
 MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_DONTDUMP, MADV_POPULATE_WRITE = 14, 15, 16, 23
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MPOL_INTERLEAVE = 3
+_MPOL_PREFERRED = 1
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 
 _MLOCK_ONFAULT = 1
@@ -89,20 +89,22 @@ def address_of(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
-def interleave(address: int, size_bytes: int, nodes: list[int]) -> int:
-    """Spread the pages of a range over the NUMA ``nodes``; returns 0 or the errno."""
+def prefer(address: int, size_bytes: int, node: int) -> int:
+    """Have the pages of a range lie on a NUMA ``node`` as long as it has room; returns 0 or the errno.
+
+    For a shared mapping that holds in every process that maps these bytes.
+    """
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
         return errno.ENOSYS
-    words = max(nodes) // 64 + 1
+    words = node // 64 + 1
     mask = (ctypes.c_uint64 * words)()
-    for node in nodes:
-        mask[node // 64] |= 1 << node % 64
+    mask[node // 64] = 1 << node % 64
     result = _libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
         ctypes.c_ulong(size_bytes),
-        ctypes.c_ulong(_MPOL_INTERLEAVE),
+        ctypes.c_ulong(_MPOL_PREFERRED),
         mask,
         ctypes.c_ulong(64 * words + 1),  # the kernel takes one bit less than it is told
         ctypes.c_ulong(0),

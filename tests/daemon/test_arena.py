@@ -9,6 +9,7 @@ import os
 import resource
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sharedmirror.errors import ClosedError, MemoryFault, UsageError
 from sharedmirrord import arena as arena_module
 from sharedmirrord import memory, syscalls
 from sharedmirrord.arena import Arena
+from sharedmirrord.core.regions import divide
 from tests.daemon.shared_memory import (
     MIB,
     OLD_KERNEL,
@@ -191,36 +193,86 @@ def test_an_old_kernel_allocates_and_touches(name: str, monkeypatch: pytest.Monk
         assert int(resident.split()[1]) == 4 * 1024
 
 
-def test_pages_can_be_interleaved(name: str) -> None:
+def test_pages_can_be_bound_to_a_node(name: str) -> None:
     nodes = memory.memory_nodes()
     if not nodes or not os.path.exists("/proc/self/numa_maps"):
         pytest.skip("this kernel has no NUMA")
     with Arena.create(name, 2 * MIB, pin="none") as arena:
-        error = syscalls.interleave(arena._address, arena.size_bytes, nodes)
+        error = syscalls.prefer(arena._address, arena.size_bytes, nodes[-1])
         if error == errno.EPERM:
             pytest.skip("mbind is not permitted here")
         assert error == 0
         arena.prefault()
         with open("/proc/self/numa_maps") as file:
-            assert "interleave" in next(line for line in file if name in line)
+            assert f"prefer:{nodes[-1]}" in next(line for line in file if name in line)
 
 
-@pytest.mark.parametrize("error", [0, errno.EPERM])
-def test_several_nodes_are_interleaved_and_a_refusal_is_a_warning(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+Binding = tuple[int, int, int]
+"""Node, offset in the arena, bytes."""
+
+
+def fake_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: str, refused: tuple[int, ...] = ()
+) -> list[Binding]:
+    """Have the machine's NUMA nodes be ``has_memory``, and return where calls to bind memory are noted.
+
+    The first call is for the arena's begin.
+    """
+    listed = tmp_path / "devices/system/node/has_memory"
+    listed.parent.mkdir(parents=True)
+    listed.write_text(f"{has_memory}\n")
+    calls: list[Binding] = []
+    begin: list[int] = []
+
+    def prefer(address: int, size_bytes: int, node: int) -> int:
+        begin.append(address)
+        calls.append((node, address - begin[0], size_bytes))
+        return errno.EPERM if node in refused else 0
+
+    real = memory.memory_nodes
+    monkeypatch.setattr(memory, "memory_nodes", lambda: real(sys=str(tmp_path)))
+    monkeypatch.setattr(syscalls, "prefer", prefer)
+    return calls
+
+
+@pytest.mark.parametrize("refused", [(), (1,), (0, 1)])
+def test_each_node_has_its_part_and_a_refusal_is_a_warning(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refused: tuple[int, ...],
 ) -> None:
-    asked: list[list[int]] = []
-
-    def interleave(address: int, size_bytes: int, nodes: list[int]) -> int:
-        asked.append(nodes)
-        return error
-
-    monkeypatch.setattr(memory, "memory_nodes", lambda: [0, 1])
-    monkeypatch.setattr(syscalls, "interleave", interleave)
-    with Arena.create(name, 2 * MIB, pin="none") as arena:
+    calls = fake_nodes(tmp_path, monkeypatch, "0-1", refused)
+    with Arena.create(name, 10 * MIB, pin="none") as arena:
+        assert allocated(arena.fd) == 0  # before any page is there
+        assert calls == [(0, 0, 4 * MIB), (1, 4 * MIB, 6 * MIB)]
+        assert [(node, end - start) for node, start, end in divide(10 * MIB, [0, 1])] == [(0, 4 * MIB), (1, 6 * MIB)]
         assert arena.prefault() is True
-    assert asked == [[0, 1]]
-    assert ("mbind_refused" in caplog.text and "EPERM" in caplog.text) is bool(error)
+    if refused:
+        assert f"mbind_refused nodes={list(refused)} errno=EPERM" in caplog.text
+    else:
+        assert "mbind_refused" not in caplog.text
+
+
+@pytest.mark.parametrize(("has_memory", "size_mib"), [("0", 8), ("", 8), ("0-1", 2)])
+def test_one_node_or_one_piece_is_not_divided(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: str, size_mib: int
+) -> None:
+    calls = fake_nodes(tmp_path, monkeypatch, has_memory)
+    with Arena.create(name, size_mib * MIB, pin="none"):
+        assert calls == []
+
+
+def test_who_adopts_an_arena_binds_the_same_parts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_nodes(tmp_path, monkeypatch, "0,2-3")
+    with Arena.create(name, 14 * MIB, pin="none"):
+        first = list(calls)
+        calls.clear()
+        with Arena.adopt(name, 14 * MIB, pin="none"):
+            pass
+    assert [node for node, _, _ in first] == [0, 2, 3]
+    assert [(node, size) for node, _, size in calls] == [(node, size) for node, _, size in first]
 
 
 def test_cleaning_up_never_hides_the_blocks_exception(

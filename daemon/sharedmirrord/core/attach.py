@@ -41,6 +41,7 @@ from sharedmirrord.core.model import (
 from sharedmirrord.core.pages import PageTable
 
 _MAX_PAGES = (1 << 32) - 2
+_MAX_NODE = 65535
 
 
 def hello(state: State, session_id: int, peer: Peer, role: Role, now: float) -> None:
@@ -116,6 +117,7 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
         raise RankError(f"rank {rank} is outside a world of {properties.world_size}", rank=rank)
     planes = arg.planes(arguments, rank)
     pages = _count(arguments, properties)
+    node = arg.optional_integer(arguments, "node", 0, _MAX_NODE)
     static = properties.kind is PoolKind.STATIC
     incarnation = _current(state, name, engine)
     if incarnation is not None:
@@ -133,7 +135,7 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
         pool = Pool(state.new_id(), name, tag, properties, None, incarnation.id)
         state.pools[pool.id] = pool
     if not pool.ready:
-        _announce(state, pool, incarnation, session, rank, planes, pages)
+        _announce(state, pool, incarnation, session, rank, planes, pages, node)
         _form(state, pool, out)
     session.rank = rank
     incarnation.ranks[rank] = session.id
@@ -344,6 +346,7 @@ def _announce(
     rank: int,
     planes: tuple[Plane, ...],
     pages: Count | None,
+    node: int | None,
 ) -> None:
     if pool.failure is not None and session.id in pool.announced.values():
         raise pool.failure
@@ -352,9 +355,11 @@ def _announce(
         pool.announced.clear()
         pool.planes.clear()
         pool.asked.clear()
+        pool.nodes.clear()
     pool.announced[rank] = session.id
     pool.planes[rank] = planes
     pool.asked[rank] = pages
+    pool.nodes[rank] = node
 
 
 def _form(state: State, pool: Pool, out: Effects) -> None:

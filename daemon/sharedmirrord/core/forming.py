@@ -7,7 +7,7 @@ from sharedmirror.types import REGION_ALIGNMENT_BYTES, Plane, PoolKind
 from sharedmirrord.core import room
 from sharedmirrord.core.elastic import Elastic, step_pages
 from sharedmirrord.core.model import Effects, Pool, Region, State
-from sharedmirrord.core.regions import Placement, frame_bytes, place
+from sharedmirrord.core.regions import Placement, Wish, frame_bytes, place
 
 
 def allocate(state: State, pool: Pool, out: Effects) -> None:
@@ -36,12 +36,18 @@ def allocate(state: State, pool: Pool, out: Effects) -> None:
     pool.num_host_pages, pool.bytes_per_page, pool.elastic = most, sum(page_bytes), elastic
     regions: list[Region] = []
     for ranks, size_bytes in zip(groups, sizes, strict=True):
-        extents = state.space.allocate(size_bytes)
+        extents = state.space.allocate(size_bytes, _wish(pool, ranks))
         if extents is None:
             raise RuntimeError("the arena has less room than it counts")
         regions.append(Region(state.new_id(), ranks, tuple((0, at, size) for at, size in extents), size_bytes))
     pool.regions = regions
     pool.places = _places(pool, groups, placements)
+
+
+def _wish(pool: Pool, ranks: tuple[int, ...]) -> Wish:
+    """Return where a region is to lie: on the node of its ranks' GPUs, or on all of them."""
+    nodes = {pool.nodes.get(rank) for rank in ranks}
+    return nodes.pop() if len(nodes) == 1 else "shared"
 
 
 def _groups(pool: Pool) -> dict[tuple[int, ...], list[Plane]]:

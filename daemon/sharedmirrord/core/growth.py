@@ -91,7 +91,9 @@ def _extend(state: State, pool: Pool, elastic: Elastic, table: PageTable, goal: 
 
 def _longer(state: State, region: Region, size_bytes: int) -> Region:
     more = size_bytes - region.size_bytes
-    extents = state.space.allocate(more) if more else []
+    have = [(offset, length) for _, offset, length in region.extents]
+    wish = state.space.wish_of(have, shared=len(region.ranks) > 1)
+    extents = state.space.allocate(more, wish, have) if more else []
     if extents is None:
         raise RuntimeError("the arena has less room than it counts")
     taken = tuple((0, at, size) for at, size in extents)

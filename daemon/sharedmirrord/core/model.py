@@ -160,6 +160,8 @@ class Pool:
     """While forming: the session that announced each rank."""
     asked: dict[int, Count | None] = field(default_factory=dict)
     """While forming: how many host pages each rank asked for."""
+    nodes: dict[int, int | None] = field(default_factory=dict)
+    """While forming: the NUMA node of each rank's GPU, where it said one."""
     planes: dict[int, tuple[Plane, ...]] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     places: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)

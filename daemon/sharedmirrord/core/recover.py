@@ -14,7 +14,7 @@ Sessions come back as lost. The rim then proves them gone, or they resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sharedmirror.errors import EnvironmentFault, SharedMirrorError
@@ -54,14 +54,21 @@ class DamagedRecords(EnvironmentFault):
     code = "damaged_records"
 
 
-def recover(records: Records, slots: Callable[[int], Iterable[Slot | None]], arena_bytes: int, now: float) -> State:
+def recover(
+    records: Records,
+    slots: Callable[[int], Iterable[Slot | None]],
+    arena_bytes: int,
+    now: float,
+    nodes: Sequence[int] = (),
+) -> State:
     """Return the state that ``records`` and the page tables describe; raises DamagedRecords.
 
-    ``slots(pool)`` yields a pool's slots in page order, None for one without a valid copy. The state
+    ``nodes`` are the NUMA nodes with memory. ``slots(pool)`` yields a pool's slots in page order, None for one
+    without a valid copy. The state
     is not ready, and grants by eviction wait for ``state.survivors``.
     """
     try:
-        return _Recovery(records, slots, arena_bytes, now).run()
+        return _Recovery(records, slots, ArenaSpace(arena_bytes, nodes), now).run()
     except DamagedRecords:
         raise
     except (
@@ -76,11 +83,13 @@ def _must(condition: object, what: str) -> None:
 
 
 class _Recovery:
-    def __init__(self, records: Records, slots: Callable[[int], Iterable[Slot | None]], size: int, now: float) -> None:
+    def __init__(
+        self, records: Records, slots: Callable[[int], Iterable[Slot | None]], space: ArenaSpace, now: float
+    ) -> None:
         self._records = records
         self._slots = slots
         self._now = now
-        self._state = State(ArenaSpace(size))
+        self._state = State(space)
         self._damaged: dict[int, set[int]] = {}
         """Pages without a valid slot, by pool."""
         self._claims: dict[int, dict[int, int]] = {}

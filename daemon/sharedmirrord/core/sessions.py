@@ -72,6 +72,7 @@ def withdraw(state: State, session: Session, out: Effects) -> None:
         pool.announced = {rank: holder for rank, holder in pool.announced.items() if holder != session.id}
         pool.planes = {rank: planes for rank, planes in pool.planes.items() if rank in pool.announced}
         pool.asked = {rank: count for rank, count in pool.asked.items() if rank in pool.announced}
+        pool.nodes = {rank: node for rank, node in pool.nodes.items() if rank in pool.announced}
         state.moved = True
         if not pool.announced:
             del state.pools[pool.id]
