@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -276,3 +277,14 @@ def test_a_load_from_two_threads(daemon: FakeDaemon) -> None:
             thread.join()
         torch.cuda.synchronize()
         assert all(torch.equal(as_bytes(mirror.tensor_pairs[i][0]), expected[i]) for i in range(2 * LAYERS))
+
+
+def test_the_node_of_this_machines_gpu() -> None:
+    found = torch.cuda.get_device_properties(0)
+    place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    (path,) = glob.glob(f"/sys/bus/pci/devices/{place}/numa_node") or [""]
+    if not path:
+        pytest.skip(f"this machine shows no /sys/bus/pci/devices/{place}/numa_node")
+    with open(path) as file:
+        node = int(file.read())
+    assert registration.device_node(torch.device("cuda", 0)) == (node if node >= 0 else None)

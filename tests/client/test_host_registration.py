@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from sharedmirror.errors import MemoryFault
-from sharedmirror.registration import HostRegistration, refuse_mps
+from sharedmirror.attachment import Attachment
+from sharedmirror.errors import MemoryFault, UsageError
+from sharedmirror.registration import HostRegistration, device_node, refuse_mps
+from tests.client.fake_channel import FakeDaemon
 
 GPU0 = torch.device("cuda", 0)
 forks = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -40,6 +42,9 @@ class FakeDriver:
 
     def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
         return self._code("cuDeviceGet"), ordinal
+
+    def cuDeviceGetPCIBusId(self, length: int, device: int) -> tuple[Any, ...]:
+        return self._code("cuDeviceGetPCIBusId"), b"0000:1B:0%d.0" % device + bytes(length - 12)
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
         self.retained += 1
@@ -159,6 +164,41 @@ def test_without_cuda_bindings_the_remedy_is_named(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MemoryFault, match=r"pip install 'sharedmirror\[cuda\]'"):
         HostRegistration(0, 100, GPU0)
+
+
+def sysfs(root: Path, **nodes: object) -> str:
+    """Make a /sys whose PCI devices, by ordinal, are on ``nodes``."""
+    for ordinal, node in nodes.items():
+        device = root / f"bus/pci/devices/0000:1b:0{ordinal[-1]}.0"
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    return str(root)
+
+
+def test_the_node_of_a_device(tmp_path: Path) -> None:
+    sys = sysfs(tmp_path, gpu0=1, gpu1=0, gpu2=-1, gpu3="")
+    nodes = [device_node(torch.device("cuda", ordinal), driver=FakeDriver(), sys=sys) for ordinal in range(5)]
+    assert nodes == [1, 0, None, None, None]  # -1: the machine has none; then nonsense, then no file
+
+
+@pytest.mark.parametrize("call", ["cuDeviceGet", "cuDeviceGetPCIBusId"])
+def test_no_node_where_the_driver_refuses(tmp_path: Path, call: str) -> None:
+    assert device_node(GPU0, driver=FakeDriver(**{call: 1}), sys=sysfs(tmp_path, gpu0=1)) is None
+
+
+def test_no_node_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    assert device_node(GPU0) is None
+
+
+@pytest.mark.parametrize(("device", "said"), [("cuda:1", {"node": 3}), ("cpu", {})])
+def test_a_rank_says_where_its_gpu_hangs(monkeypatch: pytest.MonkeyPatch, device: str, said: dict[str, int]) -> None:
+    monkeypatch.setattr("sharedmirror.attachment.device_node", lambda gpu: {1: 3}[gpu.index])
+    daemon = FakeDaemon()
+    daemon.failures["attach"] = UsageError("enough")
+    with pytest.raises(UsageError, match="enough"):
+        Attachment(daemon.open, None, lambda push: None, {"rank": 0}, [0], torch.device(device))
+    assert daemon.said("attach") == [{"rank": 0} | said]
 
 
 def test_mps_is_refused_only_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

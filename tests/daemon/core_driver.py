@@ -170,8 +170,8 @@ def snapshot(state: State) -> bytes:
 class Driver:
     """One core with a fake clock. ``ask`` raises the typed error that a client would get."""
 
-    def __init__(self, memory_bytes: int = 64 * MIB, *, ready: bool = True) -> None:
-        self.state = State(ArenaSpace(memory_bytes))
+    def __init__(self, memory_bytes: int = 64 * MIB, *, ready: bool = True, nodes: Sequence[int] = ()) -> None:
+        self.state = State(ArenaSpace(memory_bytes, nodes))
         self.now = 1000.0
         self.records = Records()
         self.replies: dict[tuple[int, int], dict[str, Any]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from sharedmirrord.core import machine
@@ -13,8 +14,10 @@ from tests.daemon.durable_view import state_problems
 from tests.daemon.store_memory import ARENA_BYTES, ByteStorage, new_store
 
 
-def recovered(store: RecordStore, now: float = 5.0, memory_bytes: int = ARENA_BYTES) -> State:
-    return recover(store.records(), store.slots, memory_bytes, now)
+def recovered(
+    store: RecordStore, now: float = 5.0, memory_bytes: int = ARENA_BYTES, nodes: Sequence[int] = ()
+) -> State:
+    return recover(store.records(), store.slots, memory_bytes, now, nodes)
 
 
 def recovered_from(image: bytes) -> State:
@@ -29,9 +32,9 @@ D = TypeVar("D", bound="DurableDriver")
 class DurableDriver(Driver):
     """A driver with a record store; ``restarted`` is the next daemon over the same memory."""
 
-    def __init__(self, memory_bytes: int = ARENA_BYTES, *, ready: bool = True) -> None:
+    def __init__(self, memory_bytes: int = ARENA_BYTES, *, ready: bool = True, nodes: Sequence[int] = ()) -> None:
         self.storage, self.store = new_store()
-        super().__init__(memory_bytes, ready=ready)
+        super().__init__(memory_bytes, ready=ready, nodes=nodes)
 
     def apply(self, event: machine.Event) -> Effects:
         effects = super().apply(event)
@@ -52,7 +55,9 @@ class DurableDriver(Driver):
         after.__dict__.update(self.__dict__)
         after.storage = ByteStorage(self.storage.image())
         after.store = RecordStore.open(after.storage)
-        after.state = recovered(after.store, self.now, self.state.space.size_bytes) if state is None else state
+        space = self.state.space
+        nodes = [node for node, _, _ in space.parts]
+        after.state = recovered(after.store, self.now, space.size_bytes, nodes) if state is None else state
         after.records = stored_records(after.store)
         after.apply(machine.Ready())
         return after

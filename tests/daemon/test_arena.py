@@ -6,6 +6,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import resource
 import threading
 from collections.abc import Iterator
@@ -205,6 +206,22 @@ def test_pages_can_be_bound_to_a_node(name: str) -> None:
         arena.prefault()
         with open("/proc/self/numa_maps") as file:
             assert f"prefer:{nodes[-1]}" in next(line for line in file if name in line)
+
+
+def test_pages_lie_on_the_node_of_their_part(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    if len(memory.memory_nodes()) < 2 or not os.path.exists("/proc/self/numa_maps"):
+        pytest.skip("needs a machine with two NUMA nodes")
+    with Arena.create(name, 64 * MIB, pin="none") as arena:
+        if "mbind_refused" in caplog.text:
+            pytest.skip("mbind is not permitted here")
+        arena.prefault()
+        with open("/proc/self/numa_maps") as file:
+            lines = [line.split() for line in file if name in line]
+        for node, start, _ in divide(arena.size_bytes, memory.memory_nodes()):
+            (line,) = [line for line in lines if int(line[0], 16) == arena._address + start]
+            pages = {word.partition("=")[0]: int(word.partition("=")[2]) for word in line if re.match(r"N\d+=", word)}
+            # A full node gives what it has; the rest may come from others.
+            assert line[1] == f"prefer:{node}" and max(pages, key=lambda at: pages[at]) == f"N{node}"
 
 
 Binding = tuple[int, int, int]

@@ -276,6 +276,7 @@ def test_nobody_attaches_before_the_memory_is_there() -> None:
         {"page_size": 0}, {"frames_per_page": 0}, {"num_host_pages": 0}, {"num_host_pages": 1 << 33},
         {"layout": "x"}, {"kind": "x"},
         {"planes": []}, {"wait_s": -1}, {"world_size": True}, {"layout": None},
+        {"node": -1}, {"node": "0"}, {"node": True}, {"node": 65536},
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_and_leaves_nothing(driver: Driver, changes: dict[str, Any]) -> None:
