@@ -280,7 +280,7 @@ def test_a_load_from_two_threads(daemon: FakeDaemon) -> None:
 
 
 def test_the_node_of_this_machines_gpu() -> None:
-    found = torch.cuda.get_device_properties(0)
+    found: Any = torch.cuda.get_device_properties(0)
     place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     (path,) = glob.glob(f"/sys/bus/pci/devices/{place}/numa_node") or [""]
     if not path:

@@ -160,7 +160,7 @@ def test_a_creation_that_fails_after_the_mapping_leaves_nothing(name: str, monke
         assert mappings() == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(arena_module, "_spread", broken)
+    monkeypatch.setattr(arena_module, "_bind", broken)
     with pytest.raises(KeyboardInterrupt):
         Arena.create(name, 2 * MIB)
     assert mappings() == 0 and left_behind() == []
