@@ -6,6 +6,7 @@ import enum
 import os
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,11 @@ def test_no_node_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("device", "said"), [("cuda:1", {"node": 3}), ("cpu", {})])
 def test_a_rank_says_where_its_gpu_hangs(monkeypatch: pytest.MonkeyPatch, device: str, said: dict[str, int]) -> None:
     monkeypatch.setattr("sharedmirror.attachment.device_node", lambda gpu: {1: 3}[gpu.index])
-    daemon = FakeDaemon()
-    daemon.failures["attach"] = UsageError("enough")
-    with pytest.raises(UsageError, match="enough"):
-        Attachment(daemon.open, None, lambda push: None, {"rank": 0}, [0], torch.device(device))
-    assert daemon.said("attach") == [{"rank": 0} | said]
+    with closing(FakeDaemon()) as daemon:
+        daemon.failures["attach"] = UsageError("enough")
+        with pytest.raises(UsageError, match="enough"):
+            Attachment(daemon.open, None, lambda push: None, {"rank": 0}, [0], torch.device(device))
+        assert daemon.said("attach") == [{"rank": 0} | said]
 
 
 def test_mps_is_refused_only_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
