@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from sharedmirror.types import Plane, Role
 from sharedmirrord import cli, memory, syscalls
 from tests.daemon.core_driver import MIB
 from tests.daemon.durable_driver import DurableDriver
-from tests.daemon.shared_memory import left_behind
 
 KIB = 1 << 10
 STEP = 32
@@ -149,12 +149,8 @@ def test_the_daemon_finds_the_same_parts_again(tmp_path: Path, monkeypatch: pyte
     parts = ((0, 0, 4 * MIB), (1, 4 * MIB, 10 * MIB))
     with contextlib.ExitStack() as stack:
         made = cli._create(stack, path, 10 * MIB, options)
-        assert made.state.space.parts == parts
-        made.arena.keep = made.segment.keep = True
-        name = made.segment.name
-    with contextlib.ExitStack() as stack:
-        found = cli._adopt(stack, name, memory.parse_size("10MiB"), options)
-        assert found.state.space.parts == parts
-        found.arena.keep = found.segment.keep = False
+        again = stack.enter_context(contextlib.ExitStack())
+        found = cli._adopt(again, made.segment.name, memory.parse_size("10MiB"), options)
+        assert made.state.space.parts == found.state.space.parts == parts
     assert bound == [(0, 4 * MIB), (1, 6 * MIB)] * 2
-    assert left_behind() == []
+    assert not [name for name in (made.arena.name, made.segment.name) if os.path.exists(memory.SHM_DIR + name)]
