@@ -188,7 +188,7 @@ def a_revoked_lease_can_be_committed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(leases, "_usable", lambda state, lease, pages: leases._positions(lease, pages) & lease.open)
 
 
-@bug("invariant [159]|clear")
+@bug("invariant [159]|clear|never told of")
 def clear_forgets_what_is_pending(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hits, "revoke_keyed", lambda state, pool, out: None)
 
