@@ -29,6 +29,7 @@ from sharedmirrord import adoption, failpoints, lifecycle, memory
 from sharedmirrord.arena import Arena
 from sharedmirrord.core.model import State
 from sharedmirrord.core.regions import ArenaSpace
+from sharedmirrord.core.transitions import PageState
 from sharedmirrord.entries import StoreHeader
 from sharedmirrord.records import RecordStore
 from sharedmirrord.segment import Segment
@@ -123,6 +124,9 @@ def _serve(
         memory_of.arena.keep = memory_of.segment.keep = keep or live
         log.info("event=stopped socket=%s kept=%s", path, memory_of.arena.keep)
         if not memory_of.arena.keep:
+            tables = [pool.table for pool in memory_of.state.pools.values() if pool.table is not None]
+            if sealed := sum(table.counts[PageState.SEALED] for table in tables):
+                log.warning("event=cache_dropped sealed_pages=%d remedy='--keep keeps it over a stop'", sealed)
             adoption.remove_session_dir(header)
             failpoints.reach("exit.sessions")
         else:

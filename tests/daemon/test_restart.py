@@ -398,3 +398,15 @@ def test_a_client_that_closes_while_the_daemon_is_away_holds_nothing_up(start: S
     life.daemon.wait_pages(POOL, leased=0, free=3, sealed=5)
     with connect(life.socket) as successor:
         assert len(successor.lease(8).pages) == 8
+
+
+def test_a_stop_that_drops_the_cache_says_how_much_and_how_to_keep_it(start: Starter, processes: Processes) -> None:
+    life = Comeback(start)
+    workers = engine(processes, life, pages=17)
+    with connect(life.socket) as client:
+        publish(client, workers, keys_of(*range(9)))
+    for worker in workers:
+        worker.finish()
+    life.daemon.wait_status(lambda status: not status["sessions"])
+    assert life.daemon.end() == 0
+    assert "event=cache_dropped sealed_pages=9 remedy='--keep keeps it over a stop'" in life.daemon.log()
