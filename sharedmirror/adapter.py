@@ -145,6 +145,8 @@ class DevicePool:
         return tuple(order), tuple(after)
 
     def _layer(self, layer: int) -> LayerPlanes:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise LayoutError(f"a layer is a whole number, not {layer!r:.40}")
         if not 0 <= layer < len(self.layers):
             raise LayoutError(f"layer {layer} is not in 0..{len(self.layers) - 1}", layer=layer)
         return self.layers[layer]

@@ -51,6 +51,8 @@ Held = Callable[[], tuple[list[int], list[int]]]
 """Tells the ids of the leases and of the hits that a session took and still means to use."""
 
 
+_LAST_WORDS_S = 0.2
+"""How long a connection that takes no hello is read for what the daemon said before it closed."""
 _GLANCE_S, _GLANCE_AGAIN_S = 0.05, 0.5
 """How long a daemon that has only begun to listen is given to say hello, and how often it is asked."""
 
@@ -173,12 +175,16 @@ class Channel:
         hello = self._protocol.hello(resume)
         pidfd = -1
         rights = []
+        lost: _Lost | None = None
         try:
             if self._role is not Role.OBSERVER:
                 with contextlib.suppress(OSError, AttributeError):
                     pidfd = os.pidfd_open(os.getpid())
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [pidfd]))]
             self._send(hello, rights)
+        except _Lost as error:
+            # A daemon that does not serve this user closes at once; what it said before that still counts.
+            lost, deadline = error, min(deadline, time.monotonic() + _LAST_WORDS_S)
         finally:
             if pidfd >= 0:
                 os.close(pidfd)
@@ -186,10 +192,13 @@ class Channel:
         try:
             self._read_until(0, deadline, fds)
             self._answer.result()
-        except _Lost as error:
+        except (_Lost, CallTimeout) as error:
             close_all(fds)
+            if lost is None and isinstance(error, CallTimeout):
+                raise
+            reason = error if lost is None or isinstance(error, _Lost) else lost
             raise DaemonUnavailable(
-                f"{error.message} before it said hello; if it does not serve uid {os.getuid()}, "
+                f"{reason.message} before it said hello; if it does not serve uid {os.getuid()}, "
                 f"start it with --allow-uid {os.getuid()}",
                 socket=self.path,
             ) from None
@@ -392,9 +401,9 @@ class Channel:
                 if self.on_answer is not None:
                     self.on_answer(body)
                 return body
-            except _Lost:
+            except _Lost as error:
                 if self._role is Role.OBSERVER or time.monotonic() >= deadline:
-                    raise
+                    raise DaemonUnavailable(error.message, socket=self.path) from None
 
     def _send(self, data: bytes, rights: list[tuple[int, int, Any]]) -> None:
         try:

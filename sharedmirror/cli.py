@@ -90,8 +90,8 @@ def status(
             _show(channel, as_json=as_json, watch=watch)
     except KeyboardInterrupt:
         raise typer.Exit from None
-    except BrokenPipeError:
-        _end_quietly()
+    except OSError as error:
+        _end_unwritten(error)
     except SharedMirrorError as error:
         typer.echo(f"sharedmirror: {' '.join(error.message.split())}", err=True)
         raise typer.Exit(EXIT_NO_DAEMON if isinstance(error, DaemonUnavailable) else EXIT_FAILED) from error
@@ -139,10 +139,14 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def _end_quietly() -> NoReturn:
-    """Whoever read has enough; the interpreter's own flush must not complain again."""
+def _end_unwritten(error: OSError) -> NoReturn:
+    """End because the output takes no more: in silence if whoever read has enough, else with one line."""
+    # The interpreter's own flush must not complain again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise typer.Exit from None
+    if isinstance(error, BrokenPipeError):
+        raise typer.Exit from None
+    sys.stderr.write(f"sharedmirror: the output cannot be written: {error.strerror or error}\n")
+    raise typer.Exit(EXIT_FAILED) from None
 
 
 @app.command()
@@ -167,8 +171,8 @@ def watch(
                 _print(line + "\n")
     except KeyboardInterrupt:
         raise typer.Exit from None
-    except BrokenPipeError:
-        _end_quietly()
+    except OSError as error:
+        _end_unwritten(error)
     except SharedMirrorError as error:
         sys.stderr.write(f"sharedmirror: {error.message}\n")
         raise typer.Exit(EXIT_NO_DAEMON if isinstance(error, DaemonUnavailable) else EXIT_FAILED) from None
@@ -204,7 +208,10 @@ def drop(
     except SharedMirrorError as error:
         sys.stderr.write(f"sharedmirror: {error.message}\n")
         raise typer.Exit(1) from None
-    sys.stdout.write(f"pool {name!r} is dropped, {freed} bytes are free again\n")
+    try:
+        _print(f"pool {name!r} is dropped, {freed} bytes are free again\n")
+    except OSError as error:
+        _end_unwritten(error)
 
 
 @app.command()

@@ -33,6 +33,7 @@ from sharedmirror.types import (
     Role,
     Sealed,
     check_lease,
+    check_pages,
     check_text,
     check_timeout,
     launch_id,
@@ -131,6 +132,8 @@ def connect(
     launch = launch_id(launch)
     if max_held is not None and (isinstance(max_held, bool) or not isinstance(max_held, int) or max_held < 1):
         raise UsageError(f"max_held must be a positive number of pages, not {max_held!r:.40}")
+    if max_held is not None and max_held >= 1 << 62:
+        raise UsageError(f"max_held must be less than {1 << 62} pages, not {max_held}")
     channel = Channel.open(socket, role=Role.SCHEDULER, timeout_s=timeout_s)
     try:
         body = channel.call("attach", pool=name, engine=engine, launch=launch, wait_s=wait_s, max_held=max_held)
@@ -246,7 +249,9 @@ class Client:
         ``keys`` are in prefix order; ``parent`` is the key before the first. The pages become readable
         with the last rank's commit. Raises as ``lease``, and KeyInputError.
         """
-        body = self._call("reserve", keys=_keys(keys), parent=parent, wait_s=_wait(wait_s))
+        body = self._call(
+            "reserve", keys=_keys("reserve", keys), parent=_parent("reserve", parent), wait_s=_wait(wait_s)
+        )
         wanted = tuple(body["keys"])
         lease = self._lease(body, wanted) if wanted else None
         granted = dict(zip(wanted, lease.pages, strict=True)) if lease else {}
@@ -261,8 +266,14 @@ class Client:
         Raises KeyInputError for too few or bad keys, StaleLease for a page that is over or has a key,
         Cleared for a lease from before ``clear``.
         """
-        named = None if pages is None else [int(page) for page in pages]
-        body = self._call("seal", lease=check_lease("seal", lease).id, keys=_keys(keys), pages=named, parent=parent)
+        named = None if pages is None else check_pages("seal", pages)
+        body = self._call(
+            "seal",
+            lease=check_lease("seal", lease).id,
+            keys=_keys("seal", keys),
+            pages=named,
+            parent=_parent("seal", parent),
+        )
         return sealed_from(body)
 
     def lookup(self, keys: Sequence[bytes], mode: Literal["prefix", "each"] = "prefix", *, wait_s: float = 0) -> Hit:
@@ -276,7 +287,7 @@ class Client:
         While the daemon is gone the answer comes from the index, at once: what was readable when it ended
         is found and pinned, and stays so when the next daemon comes.
         """
-        listed, wait_s = _keys(keys), _wait(wait_s)
+        listed, wait_s = _keys("lookup", keys), _wait(wait_s)
         self._check_usable()
         found = self._away.lookup(listed, mode, whole=True) if self._channel.lost else None
         if found is None:
@@ -300,7 +311,7 @@ class Client:
         moment ago, and one not found may have been sealed; ``lookup`` confirms and pins, ``contains``
         asks the daemon. Without an index (an old kernel, or a daemon that has just come back) it asks too.
         """
-        listed = _keys(keys)
+        listed = _keys("peek", keys)
         self._check_usable()
         index = self._away.index
         if index is None:
@@ -309,20 +320,20 @@ class Client:
 
     def contains(self, keys: Sequence[bytes]) -> tuple[KeyState, ...]:
         """Return the state of each key; pins nothing."""
-        return _states(self._call("contains", keys=_keys(keys))["states"])
+        return _states(self._call("contains", keys=_keys("contains", keys))["states"])
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """Mark readable keys, and the prefixes they hang on, as used now; returns how many were found."""
-        return int(self._call("touch", keys=_keys(keys))["touched"])
+        return int(self._call("touch", keys=_keys("touch", keys))["touched"])
 
     def abort(self, lease: Lease, pages: Sequence[int] | None = None) -> None:
         """Give a lease, or some of its pages, up. They are freed once every rank has drained."""
-        named = None if pages is None else [int(page) for page in pages]
+        named = None if pages is None else check_pages("abort", pages)
         self._call("abort", lease=check_lease("abort", lease).id, pages=named)
 
-    def release(self, hits: Iterable[Hit]) -> None:
-        """Release several hits in one round trip."""
-        mine = [hit for hit in hits if hit._client is not None]
+    def release(self, hits: Hit | Iterable[Hit]) -> None:
+        """Release a hit, or several in one round trip. Raises UsageError for what is none."""
+        mine = [hit for hit in _hits(hits) if hit._client is not None]
         self._release([hit.id for hit in mine if hit.id])
         for hit in mine:
             hit._client = None
@@ -345,7 +356,7 @@ class Client:
         Raises NotResumed, after waiting up to ``wait_s`` seconds, while processes from before a restart of
         the daemon may be loading.
         """
-        body = self._call("evict", keys=_keys(keys), wait_s=_wait(wait_s))
+        body = self._call("evict", keys=_keys("evict", keys), wait_s=_wait(wait_s))
         return Evicted(tuple(body["evicted"]), tuple(body["pinned"]))
 
     def clear(self, *, wait_s: float = 0) -> int:
@@ -392,18 +403,38 @@ def _wait(wait_s: float) -> float:
     return wait_s
 
 
-def _keys(keys: Sequence[bytes]) -> list[bytes]:
+def _hits(hits: Any) -> list[Hit]:
+    if isinstance(hits, Hit):
+        return [hits]
+    listed = list(hits) if isinstance(hits, Iterable) else [hits]
+    for hit in listed:
+        if not isinstance(hit, Hit):
+            raise UsageError(f"release takes a Hit or several, not {type(hit).__name__} {hit!r:.40}")
+    return listed
+
+
+def _parent(call: str, parent: Any) -> bytes | None:
+    if parent is not None and (not isinstance(parent, bytes) or len(parent) not in _KEY_LENGTHS):
+        what = f"{len(parent)} bytes" if isinstance(parent, bytes) else f"{type(parent).__name__} {parent!r:.40}"
+        raise KeyInputError(f"{call}: the parent must be a key of 1 to {MAX_KEY_BYTES} bytes, not {what}")
+    return parent
+
+
+def _keys(call: str, keys: Any) -> list[bytes]:
     if isinstance(keys, (bytes, str)):
-        raise KeyInputError("keys must be a sequence of bytes, not one of them")
+        raise KeyInputError(f"{call}: keys must be a sequence of bytes, not one of them")
+    if not isinstance(keys, Iterable):
+        raise KeyInputError(f"{call}: keys must be a sequence of bytes, not {keys!r:.40}")
     listed = list(keys)
     # The quick test first: calls carry hundreds of keys, nearly always good ones.
     if set(map(type, listed)) <= {bytes} and set(map(len, listed)) <= _KEY_LENGTHS:
         return listed
     for position, key in enumerate(listed):
         if not isinstance(key, bytes) or not 0 < len(key) <= MAX_KEY_BYTES:
-            what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            what = f"{len(key)} bytes" if isinstance(key, bytes) else f"{type(key).__name__} {key!r:.40}"
             raise KeyInputError(
-                f"the key at position {position} must be 1 to {MAX_KEY_BYTES} bytes, not {what}", position=position
+                f"{call}: the key at position {position} must be 1 to {MAX_KEY_BYTES} bytes, not {what}",
+                position=position,
             )
     return listed
 

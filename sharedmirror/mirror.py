@@ -57,6 +57,9 @@ ATTACH_WAIT_S = 30.0
 """How long attach waits for the engine's other ranks, or for the proof of a forerunner's death."""
 _PART_STAGING_BYTES = 8 << 20
 _ANSWER_AGAIN_S = 2e-3
+_MOST_PAGES = (1 << 32) - 2
+"""A pool's page table has no more; the daemon says the same."""
+_MOST_FRAMES, _MOST_WORLD = 1 << 20, 65535
 
 _log = logging.getLogger("sharedmirror")
 
@@ -103,6 +106,8 @@ class SharedHostMirror:
         rank, world_size = _rank_and_world(rank, world_size)
         self._rank = rank
         if shard is not None:
+            if not isinstance(shard, (tuple, list)) or len(shard) != 2:
+                raise UsageError(f"shard is {shard!r:.40}; it must be (i, n), shard i of n")
             self._pool = self._pool.sharded(*shard)
         try:
             self._kind, self._layout = PoolKind(pages), Layout(layout)
@@ -114,6 +119,9 @@ class SharedHostMirror:
         for what, value in [*counts, ("frames_per_page", frames_per_page)]:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{what} is {value!r}; it must be a whole number of at least 1")
+            most = _MOST_PAGES if what == "num_host_pages" else _MOST_FRAMES
+            if value is not None and value > most:
+                raise UsageError(f"{what} is {value}; it must be at most {most}")
         check_text("name", name)
         check_text("engine", engine)
         if tag != "":
@@ -123,6 +131,7 @@ class SharedHostMirror:
         self._early: list[dict[str, Any]] | None = []
         self._ledger: Ledger | None = None
         self._static_over = False
+        self._leaving = False
         self._pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
         self._engine: CopyEngine
         self.page_size = self._pool.page_size
@@ -406,6 +415,14 @@ class SharedHostMirror:
 
     def _answer(self) -> float | None:
         """Say what is drained by now; return after how many seconds to try again, or None."""
+        try:
+            return self._answer_now()
+        except SharedMirrorError:
+            if self._leaving:
+                return None  # the detach says it all, and after it the daemon takes no answer
+            raise
+
+    def _answer_now(self) -> float | None:
         ledger = self._ledger
         if ledger is None:
             return None
@@ -443,6 +460,7 @@ class SharedHostMirror:
             raise
         self._commits.send_ready()
         self._pairs, self._parts = (), ()
+        self._leaving = True
         self._attachment.leave()
 
     def __repr__(self) -> str:
@@ -492,8 +510,10 @@ def _make_engine(geometry: Geometry, staging_bytes: int | None = None) -> CopyEn
 def _check_bounds(count: tuple[Any, ...], kind: PoolKind, layout: Layout) -> None:
     if len(count) != 2 or any(isinstance(each, bool) or not isinstance(each, int) for each in count):
         raise UsageError(f"num_host_pages is {count!r}; two whole numbers are meant, the least and the most")
-    if not 2 <= count[0] <= count[1]:
-        raise UsageError(f"num_host_pages is {count!r}; the least is 2 or more, and the most not less than it")
+    if not 2 <= count[0] <= count[1] <= _MOST_PAGES:
+        raise UsageError(
+            f"num_host_pages is {count!r}; the least is 2 or more, and the most not less than it, up to {_MOST_PAGES}"
+        )
     if kind is not PoolKind.LEASED or layout is not Layout.PAGE:
         raise UsageError(
             f"num_host_pages is {count!r}, and only a pool with pages='leased' and layout='page' can grow and shrink; "
@@ -511,6 +531,8 @@ def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]
     for what, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise RankError(f"{what} is {value!r:.40}; it must be a whole number")
+    if world_size > _MOST_WORLD:
+        raise RankError(f"world_size is {world_size}; it must be at most {_MOST_WORLD}")
     if world_size < 1 or not 0 <= rank < world_size:
         raise RankError(f"rank {rank} does not fit a world of {world_size}; ranks are 0..world_size-1", rank=rank)
     return rank, world_size

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from sharedmirror.errors import CallTimeout, CopyError, PageError, StaleLease
-from sharedmirror.types import AWAY_HITS, Lease, split_away_hit
+from sharedmirror.types import AWAY_HITS, Lease, check_pages, split_away_hit
 
 if TYPE_CHECKING:  # the ledger knows no tensor
     from sharedmirror.copies.interface import Completion
@@ -323,7 +323,7 @@ class Ledger:
         with self._lock:
             record = self._lease(lease)
             left = set(record.generation_of) - record.committed - record.dead
-            wanted = frozenset(left if pages is None else pages)
+            wanted = frozenset(left if pages is None else check_pages("commit", pages))
             self._refuse_dead(lease.id, record, wanted)
             for page in sorted(wanted & record.committed):
                 raise PageError(

@@ -6,11 +6,13 @@ Nothing here does I/O, and nothing here imports torch: the daemon and the CLI us
 from __future__ import annotations
 
 import enum
+import operator
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NewType
+from typing import Any, NewType
 
-from sharedmirror.errors import UsageError
+from sharedmirror.errors import PageError, UsageError
 
 PageId = NewType("PageId", int)
 PoolId = NewType("PoolId", int)
@@ -145,6 +147,21 @@ def check_lease(call: str, value: object) -> Lease:
         return value
     remedy = "; a reservation has none when nothing was granted" if value is None else ""
     raise UsageError(f"{call} takes a Lease, not {type(value).__name__}{remedy}")
+
+
+def check_pages(call: str, value: Any) -> list[int]:
+    """Return host page ids as ints; raises UsageError or PageError, naming ``call``, for what is none."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise UsageError(f"{call}: pages must be a sequence of host pages, not {value!r:.40}")
+    pages = []
+    for page in value:
+        try:
+            if isinstance(page, bool):
+                raise TypeError
+            pages.append(operator.index(page))
+        except TypeError:
+            raise PageError(f"{call}: a host page must be a whole number, not {page!r:.40}") from None
+    return pages
 
 
 @dataclass(frozen=True)

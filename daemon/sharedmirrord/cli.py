@@ -17,6 +17,7 @@ import resource
 import secrets
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypedDict, cast
 
@@ -38,6 +39,8 @@ from sharedmirrord.server import Server, Settings
 log = logging.getLogger("sharedmirrord")
 
 _RECORDS_BYTES = 4 << 20
+_LAST_UID = (1 << 32) - 2
+"""The one above it means no uid."""
 
 
 class Pin(str, enum.Enum):
@@ -70,7 +73,8 @@ def run(
         HugePages, typer.Option(help="Huge pages: if the mount allows, required, or not at all.")
     ] = HugePages.AUTO,
     allow_uid: Annotated[
-        list[int] | None, typer.Option(help="Serve this uid too, besides root and the daemon's own.")
+        list[int] | None,
+        typer.Option(min=0, max=_LAST_UID, help="Serve this uid too, besides root and the daemon's own."),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the memory in place at the end.")] = False,
     reset: Annotated[
@@ -101,7 +105,8 @@ def _serve(
     failpoints.arm()
     _raise_file_limit()
     path = paths.check_socket_path(os.path.abspath(socket) if socket else paths.default_socket())
-    wanted = memory.parse_size(size)
+    with _said_of("--memory"):
+        wanted = memory.parse_size(size)
     with contextlib.ExitStack() as stack:
         stack.enter_context(lifecycle.instance_lock(paths.lock_path(path), path))
         left = adoption.choose(path, reset=reset)
@@ -111,7 +116,9 @@ def _serve(
             pin=cast(Literal["mlock", "cuda", "none"], pin),
         )
         if left is None:
-            memory_of = _create(stack, path, memory.resolve(wanted, _available()), options)
+            with _said_of("--memory"):
+                size_bytes = memory.resolve(wanted, _available())
+            memory_of = _create(stack, path, size_bytes, options)
         else:
             memory_of = _adopt(stack, left.records_name, wanted, options)
         header = memory_of.store.header
@@ -138,6 +145,15 @@ def _serve(
                 memory_of.arena.name,
                 memory_of.segment.name,
             )
+
+
+@contextlib.contextmanager
+def _said_of(option: str) -> Iterator[None]:
+    """Have a UsageError name the option whose value is wrong."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{option}: {error.message}", **error.ids) from None
 
 
 def _raise_file_limit() -> None:

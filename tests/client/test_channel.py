@@ -61,6 +61,42 @@ def test_a_socket_path_over_107_bytes_is_refused_before_anything_is_opened(nothi
         Channel.open(path, role=Role.WORKER)
 
 
+@pytest.mark.parametrize("words", [None, "this uid is not served"])
+def test_a_daemon_that_closes_before_the_hello_is_heard_out(
+    tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch, words: str | None
+) -> None:
+    path = str(tmp_path / "d.sock")
+    connect = Channel._connect
+
+    def connect_and_be_refused(channel: Channel, deadline: float) -> None:
+        connect(channel, deadline)
+        with listener.accept()[0] as accepted:
+            if words is not None:
+                accepted.sendall(wire.encode({"id": 0, "error": UsageError(words).to_wire()}))
+
+    monkeypatch.setattr(Channel, "_connect", connect_and_be_refused)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen()
+        for role in Role:
+            with pytest.raises((UsageError, DaemonUnavailable), match=words or f"--allow-uid {os.getuid()}") as caught:
+                Channel.open(path, role=role)
+            assert type(caught.value) is (UsageError if words else DaemonUnavailable)
+
+
+def test_a_connection_that_is_lost_is_a_public_error(start: Starter) -> None:
+    daemon = start()
+    for role in (Role.OBSERVER, Role.WORKER):
+        with Channel.open(daemon.socket, role=role, timeout_s=0.2) as channel:
+            if role is Role.WORKER:
+                daemon.kill()
+            else:
+                channel.interrupt()
+            with pytest.raises(DaemonUnavailable) as caught:
+                channel.call("status")
+            assert type(caught.value) is DaemonUnavailable
+
+
 def test_a_killed_daemon_is_unavailable_and_the_memory_stays(start: Starter) -> None:
     daemon = start()
     with Channel.open(daemon.socket, role=Role.WORKER, timeout_s=0.2) as channel:

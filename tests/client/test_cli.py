@@ -172,6 +172,17 @@ def test_a_watch_whose_reader_has_enough_ends_in_silence(socket: str, form: list
         assert watcher.stderr.read() == b""
 
 
+@pytest.mark.parametrize("form", [[], ["--json"], ["--watch"], ["--watch", "--json"]])
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(socket: str, form: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*COMMAND, "status", "--socket", socket, *form],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, env=environment(), check=False,
+        )  # fmt: skip
+    said = "sharedmirror: the output cannot be written: No space left on device\n"
+    assert (result.returncode, result.stderr) == (1, said)
+
+
 def test_watch_redraws_a_terminal_until_interrupted(socket: str) -> None:
     ours, theirs = os.openpty()
     try:

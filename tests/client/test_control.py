@@ -70,6 +70,12 @@ def test_a_time_for_calls_that_cannot_be_is_refused_before_anything_is_opened(ti
         connect("/nowhere/d.sock", timeout_s=timeout_s)
 
 
+@pytest.mark.parametrize("max_held", [0, True, "1", 2**70])
+def test_a_bound_that_cannot_be_is_refused_before_anything_is_opened(max_held: Any) -> None:
+    with pytest.raises(UsageError, match=f"max_held must be .*{max_held}"):
+        connect("/nowhere/d.sock", max_held=max_held)
+
+
 @pytest.mark.parametrize("launch", [3, 0, False, b"x", "x" * 257, "a\nb"])
 def test_a_launch_id_that_cannot_be_is_refused_before_anything_is_opened(launch: Any) -> None:
     with pytest.raises(UsageError, match=r"launch is .*; it must be a string of 1 to 256 printable bytes"):
@@ -251,6 +257,50 @@ def test_bad_keys_are_refused_and_change_nothing(one: Engine, keys: Any, words: 
         one.client.seal(lease, keys)
     assert one.pages()["leased"] == 2
     assert one.client.seal(lease, [b"a" * 64, b"b"]).sealed == lease.pages
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [(None, "not None"), (7, "not 7"), ([b"a", 7], "position 1 .* not int 7"), ([None], "position 0 .* not NoneType")],
+)
+def test_keys_that_are_none_are_refused_by_call_and_value(one: Engine, keys: Any, said: str) -> None:
+    lease = one.client.lease(1)
+    for call in ("lookup", "contains", "peek", "touch", "evict", "reserve"):
+        with pytest.raises(KeyInputError, match=f"{call}: .*{said}"):
+            getattr(one.client, call)(keys)
+    with pytest.raises(KeyInputError, match=f"seal: .*{said}"):
+        one.client.seal(lease, keys)
+    parent: Any = 7
+    with pytest.raises(KeyInputError, match="reserve: the parent must be a key of 1 to 64 bytes, not int 7"):
+        one.client.reserve([b"a"], parent)
+    assert one.pages()["leased"] == 1
+
+
+def test_pages_that_are_none_are_refused_by_call_and_value(one: Engine) -> None:
+    lease = one.client.lease(1)
+    wrong: Any = 5
+    with pytest.raises(UsageError, match="seal: pages must be a sequence of host pages, not 5"):
+        one.client.seal(lease, [b"a"], pages=wrong)
+    with pytest.raises(UsageError, match="abort: pages must be a sequence of host pages, not 5"):
+        one.client.abort(lease, wrong)
+    wrong = [1.5]
+    with pytest.raises(PageError, match="abort: a host page must be a whole number, not 1.5"):
+        one.client.abort(lease, wrong)
+    assert one.pages()["leased"] == 1
+
+
+def test_release_takes_one_hit_or_several_and_nothing_else(one: Engine) -> None:
+    one.write(b"a", b"b")
+    hits = [one.client.lookup([key]) for key in (b"a", b"b", b"a")]
+    lease = one.client.lease(1)
+    wrong: Any
+    for wrong in (None, lease, [hits[0], lease], [None]):
+        with pytest.raises(UsageError, match="release takes a Hit or several, not (NoneType None|Lease)"):
+            one.client.release(wrong)
+    assert one.pages()["pinned"] == 2
+    one.client.release(hits[0])
+    one.client.release(hits[1:])
+    one.daemon.wait_pages(one.name, pinned=0)
 
 
 def test_what_is_no_lease_is_refused_by_name(one: Engine) -> None:

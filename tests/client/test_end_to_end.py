@@ -16,6 +16,7 @@ import torch
 
 from sharedmirror import KeyState, Lease, PlaneSpec, PoolLayout, SharedHostMirror, connect
 from sharedmirror.adapter import DevicePool
+from sharedmirror.channel import Channel
 from sharedmirror.errors import (
     ArenaFull,
     ClosedError,
@@ -28,6 +29,7 @@ from sharedmirror.errors import (
     StaleLease,
     WrongPoolKind,
 )
+from sharedmirror.types import Role
 from tests.conftest import PATIENCE_S, Daemon, Starter, until
 
 PAGE, PAGES = 16, 8
@@ -185,7 +187,8 @@ def sharers(daemon: Daemon) -> Iterator[list[Rank]]:
         assert rank.result() == "attached"
     yield engine
     for rank in engine:
-        rank.close()
+        if not rank.pipe.closed:
+            rank.close()
 
 
 def test_a_closed_mirror_of_shared_planes_keeps_no_memory(daemon: Daemon) -> None:
@@ -249,6 +252,12 @@ def test_planes_marked_as_shared_by_mistake_are_never_sealed(daemon: Daemon, sha
         assert client.contains([b"k"]) == (KeyState.MISS,)
         daemon.wait_pages("default", leased=0, sealed=0)
         assert [alarm["code"] for alarm in daemon.status()["alarms"]] == ["shard_mismatch"]
+    for rank in sharers:
+        rank.close()
+    daemon.wait_status(lambda status: not status["sessions"], "all have left")
+    with Channel.open(daemon.socket, role=Role.OBSERVER) as observer:
+        observer.call("drop", pool="default", tag=None)
+    assert daemon.status()["alarms"] == []
 
 
 def test_wrong_stores_and_loads_are_refused_by_each_rank(daemon: Daemon, ranks: list[Rank]) -> None:

@@ -170,6 +170,12 @@ def test_surface(daemon: FakeDaemon, layout: str) -> None:
         assert mirror.tensor_index_of_layer(2) == 1
         with pytest.raises(ValueError, match="state layer"):
             mirror.tensor_index_of_layer(1)
+        wrong: Any
+        for wrong in (None, "x", 1.0, True):
+            with pytest.raises(UsageError, match=f"a layer is a whole number, not {wrong!r}"):
+                mirror.tensor_index_of_layer(wrong)
+            with pytest.raises(UsageError, match=f"a layer is a whole number, not {wrong!r}"):
+                mirror.state_tensor_indices_of_layer(wrong)
         assert mirror.state_tensor_indices_of_layer(1) == (4, 5)
         assert mirror.state_tensor_indices_of_layer(0) is None
         # The host tensor shows what a store wrote, through its own shape.
@@ -237,6 +243,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_host_pages": 2.0}, UsageError, "num_host_pages is 2.0"),
     ({"frames_per_page": 0}, UsageError, "frames_per_page is 0"),
     ({"frames_per_page": True}, UsageError, "frames_per_page is True"),
+    ({"num_host_pages": 2**70}, UsageError, f"num_host_pages is {2**70}"),
+    ({"num_host_pages": (2, 2**70), "pages": "leased", "layout": "page"}, UsageError, "num_host_pages is"),
+    ({"frames_per_page": 2**70}, UsageError, f"frames_per_page is {2**70}"),
+    ({"rank": 0, "world_size": 2**70}, UsageError, f"world_size is {2**70}"),
+    ({"shard": 0}, UsageError, "shard is 0"),
+    ({"shard": (0,)}, UsageError, r"shard is \(0,\)"),
 ]
 
 
@@ -401,6 +413,18 @@ def test_close_survives_a_dead_daemon(daemon: FakeDaemon) -> None:
     assert daemon.channels[0].closed
 
 
+def test_what_the_end_revokes_is_not_answered(daemon: FakeDaemon) -> None:
+    mirror = attach(daemon, pages="leased")
+    mirror.store(lease_of(5, 3), [(0, 3)])
+    channel = daemon.channels[-1]
+    daemon.failures["drained"] = UsageError("this connection may only ask for status")
+    with pytest.raises(UsageError):
+        channel.push(push="revoked", leases=[5], lease_floor=0)
+    mirror.close()
+    channel.closed = False
+    assert channel.push(push="revoked", leases=[5], lease_floor=0) is None
+
+
 def test_exit_never_hides_the_users_exception(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise MemoryFault("kept")
@@ -519,6 +543,13 @@ def test_store_commit_load(daemon: FakeDaemon, leased: SharedHostMirror) -> None
     assert sealed.sealed == (3,)
     leased.commit(lease)
     assert daemon.said("commit") == [{"lease": 5, "pages": [3]}, {"lease": 5, "pages": [2, 6]}]
+    wrong: Any
+    for wrong, said in (
+        (5, "pages must be a sequence of host pages, not 5"),
+        (["x"], "a host page must be .* not 'x'"),
+    ):
+        with pytest.raises(UsageError, match=f"commit: {said}"):
+            leased.commit(lease, wrong)
     leased.load(hit_of(9, 3, -1, 6), np.array([[1, 6]])).wait()
     model.copy([(1, 6)], to_host=False)
     model.check()

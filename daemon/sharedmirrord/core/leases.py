@@ -305,12 +305,13 @@ def _compare(state: State, lease: OpenLease, rank: int, checks: list[list[int]],
             raise PageError(f"page {page} is not in lease {lease.id}", page=page, lease=lease.id)
         known, other = lease.checks.setdefault((position, region), (checksum, rank))
         if known != checksum:
+            pool = state.pools[lease.pool]
             message = (
                 f"ranks {other} and {rank} hold different bytes of page {page} in planes that are marked as shared "
-                f"(region {region} of pool {state.pools[lease.pool].name!r}); "
+                f"(region {region} of pool {pool.name!r}); "
                 f"the page is not sealed. Correct the shards"
             )
-            state.alarms["shard_mismatch"] = message
+            pool.alarms["shard_mismatch"] = message
             revoke(state, lease, 1 << position, out)
             settle(state, lease, out)
             raise ShardMismatch(message, page=page, ranks=[other, rank])

@@ -174,6 +174,8 @@ class Pool:
     number: int = 1
     generation_high: int = 0
     """No generation at or above it was granted; durable, so that damage cannot set generations back."""
+    alarms: dict[str, str] = field(default_factory=dict)
+    """What an operator must know of this pool, by code; it goes when the pool is dropped."""
     pending: dict[bytes, int] = field(default_factory=dict)
     """How many leased pages have each key that is not readable yet."""
     owners: dict[str, int] = field(default_factory=dict)
@@ -383,8 +385,6 @@ class State:
     leases: dict[int, OpenLease] = field(default_factory=dict)
     hits: dict[int, OpenHit] = field(default_factory=dict)
     waiters: list[Waiter] = field(default_factory=list)
-    alarms: dict[str, str] = field(default_factory=dict)
-    """What an operator must know, by code."""
     ended: deque[Ended] = field(default_factory=lambda: deque(maxlen=100))
     next_id: int = 1
     """One counter for sessions, pools, incarnations, leases, hits and regions; only grows."""

@@ -33,7 +33,7 @@ def report(state: State, now: float) -> dict[str, Any]:
             for e in reversed(state.ended)
         ],  # fmt: skip
         "quarantine": [entry for lease in state.leases.values() for entry in _quarantine(state, lease)],
-        "alarms": [{"code": code, "message": text} for code, text in state.alarms.items()]
+        "alarms": [{"code": code, "message": text} for p in state.pools.values() for code, text in p.alarms.items()]
         + [alarm for lease in state.leases.values() for alarm in _alarms(state, lease, now)],
     }
 
