@@ -34,6 +34,7 @@ from sharedmirror.types import (
     Sealed,
     check_lease,
     check_text,
+    check_timeout,
     launch_id,
 )
 
@@ -53,6 +54,7 @@ class Hit:
     ``pages`` are host pages in the order of the keys: in mode "prefix" those of the longest readable
     prefix, in mode "each" one a key, -1 where there is none. ``states`` tells hit, pending or miss for
     each key (in mode "prefix", keys behind the first that is not readable count as pending or miss).
+    ``incarnation`` is the launch of the engine that holds it, 0 where it is not known.
 
     The pages stay until ``release``, or the end of a ``with``, and the loads under way are complete. A
     hit may be pickled to the workers; a copy cannot release.
@@ -62,6 +64,7 @@ class Hit:
     pool: PoolId
     pages: tuple[PageId, ...]
     states: tuple[KeyState, ...]
+    incarnation: int = 0
     _client: Client | None = field(default=None, repr=False, compare=False)
 
     def release(self) -> None:
@@ -122,8 +125,7 @@ def connect(
     pools of this name), WrongPoolKind (a static pool) or EngineBusy.
     """
     wait_s = _wait(wait_s)
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_WAIT_S:
-        raise UsageError(f"timeout_s must be seconds above 0 and at most {MAX_WAIT_S}, not {timeout_s!r:.40}")
+    timeout_s = check_timeout(timeout_s)
     check_text("name", name)
     check_text("engine", engine)
     launch = launch_id(launch)
@@ -135,7 +137,9 @@ def connect(
     except BaseException:
         channel.close()
         raise
-    return Client(channel, PoolId(body["pool"]), int(body["num_host_pages"]), int(body["mark"]))
+    return Client(
+        channel, PoolId(body["pool"]), int(body["num_host_pages"]), int(body["mark"]), int(body.get("incarnation", 0))
+    )
 
 
 class Client:
@@ -145,8 +149,9 @@ class Client:
     and ForkedError in a forked child.
     """
 
-    def __init__(self, channel: Channel, pool: PoolId, num_host_pages: int, mark: int) -> None:
+    def __init__(self, channel: Channel, pool: PoolId, num_host_pages: int, mark: int, incarnation: int = 0) -> None:
         self.pool = pool
+        self._incarnation = incarnation
         self.num_host_pages = num_host_pages
         self._channel = channel
         self._closed = False
@@ -233,7 +238,7 @@ class Client:
     def _lease(self, body: dict[str, Any], keys: tuple[bytes, ...] | None) -> Lease:
         pages: tuple[PageId, ...] = tuple(body["pages"])
         generations: tuple[Generation, ...] = tuple(body["generations"])
-        return Lease(LeaseId(body["lease"]), self.pool, pages, generations, keys)
+        return Lease(LeaseId(body["lease"]), self.pool, pages, generations, keys, self._incarnation)
 
     def reserve(self, keys: Sequence[bytes], parent: bytes | None = None, *, wait_s: float = 0) -> Reservation:
         """Lease pages for those of ``keys`` that are neither readable nor being written.
@@ -282,8 +287,11 @@ class Client:
                 if found is None:
                     raise
             else:
-                return Hit(HitId(body["hit"]), self.pool, tuple(body["pages"]), _states(body["states"]), self)
-        return Hit(found.hit, self.pool, found.pages, _states(found.states), self)
+                return self._hit(HitId(body["hit"]), tuple(body["pages"]), body["states"])
+        return self._hit(found.hit, found.pages, found.states)
+
+    def _hit(self, hit: HitId, pages: tuple[PageId, ...], states: str) -> Hit:
+        return Hit(hit, self.pool, pages, _states(states), self._incarnation, self)
 
     def peek(self, keys: Sequence[bytes]) -> tuple[KeyState, ...]:
         """Return HIT or MISS for each key by the index in shared memory: no call, and no daemon needed.

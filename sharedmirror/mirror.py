@@ -39,7 +39,17 @@ from sharedmirror.errors import (
     WrongPoolKind,
 )
 from sharedmirror.transfers import HitLike, Ledger, SampleLike, Transfer
-from sharedmirror.types import Layout, Lease, LeaseId, PoolKind, Sealed, check_lease, check_text, launch_id
+from sharedmirror.types import (
+    Layout,
+    Lease,
+    LeaseId,
+    PoolKind,
+    Sealed,
+    check_lease,
+    check_text,
+    check_timeout,
+    launch_id,
+)
 
 __all__ = ["Progress", "SharedHostMirror", "flat_bytes_per_host_page"]
 
@@ -154,7 +164,7 @@ class SharedHostMirror:
             pairs.append((tensor, host))
         self._pairs = tuple(pairs)
         self._engine, self._parts = self._make_engines(geometry)
-        ledger = Ledger(place.pool, place.num_host_pages)
+        ledger = Ledger(place.pool, place.num_host_pages, int(place.before.get("incarnation", 0)))
         ledger.forestall(place.before)
         self._commits = CommitQueue(place.channel, ledger)
         with self._push_lock:
@@ -350,9 +360,10 @@ class SharedHostMirror:
         ``wait=False`` the commit is queued instead, ``poll`` sends it, and None is returned. From the
         call on the pages take no more stores.
 
-        Raises CallTimeout (the pages take stores again), CopyError (nothing was committed),
+        Raises UsageError, CallTimeout (the pages take stores again), CopyError (nothing was committed),
         StaleLease, PageError, WrongPoolKind.
         """
+        timeout_s = check_timeout(timeout_s)
         with self._gate:
             ledger = self._ledger_of("commit")
             commit = ledger.freeze(check_lease("commit", lease), pages)

@@ -208,8 +208,10 @@ class _AwayHits:
 class Ledger:
     """The leases and hits of one pool that this rank has open."""
 
-    def __init__(self, pool: int, num_host_pages: int) -> None:
+    def __init__(self, pool: int, num_host_pages: int, incarnation: int = 0) -> None:
+        """``incarnation`` is this rank's launch of its engine, 0 where the daemon does not say."""
         self._pool = pool
+        self._incarnation = incarnation
         self._pages = num_host_pages
         self._lock = threading.Lock()
         self._leases: dict[int, _OpenLease] = {}
@@ -278,8 +280,10 @@ class Ledger:
         wanted = frozenset(pages)
         with self._lock:
             known = self._may_load(hit, wanted)
-            record = self._hits.setdefault(hit.id, _OpenHit(known))
             transfer = Transfer(wanted)
+            if not hit.id:
+                return transfer
+            record = self._hits.setdefault(hit.id, _OpenHit(known))
             record.in_flight().append(transfer)
             return transfer
 
@@ -289,7 +293,12 @@ class Ledger:
             self._may_load(hit, frozenset(pages))
 
     def _may_load(self, hit: HitLike, wanted: frozenset[int]) -> frozenset[int]:
-        self._same_pool("hit", hit.id, hit.pool)
+        self._same_owner("hit", hit)
+        if not hit.id:
+            # A lookup that found nothing; to load nothing of it is fine.
+            if wanted:
+                raise PageError(f"host page {min(wanted)} is not in the hit, which found nothing", page=min(wanted))
+            return wanted
         known_open = hit.id in self._hits or hit.id in self._hits_before
         past = self._away.past(hit.id) if hit.id >= AWAY_HITS else hit.id < self._hit_floor
         if hit.id in self._released or (past and not known_open):
@@ -413,7 +422,7 @@ class Ledger:
             return taken
 
     def _lease(self, lease: Lease) -> _OpenLease:
-        self._same_pool("lease", lease.id, lease.pool)
+        self._same_owner("lease", lease)
         record = self._leases.get(lease.id)
         if record is None:
             if lease.id in self._revoked or lease.id < self._lease_floor:
@@ -436,9 +445,14 @@ class Ledger:
         record.dead |= self._revoked_pages.get(lease.id, set()) & record.generation_of.keys()
         return record
 
-    def _same_pool(self, what: str, number: int, pool: int) -> None:
-        if pool != self._pool:
-            raise PageError(f"{what} {number} belongs to pool {pool}; this mirror is attached to pool {self._pool}")
+    def _same_owner(self, what: str, held: Lease | HitLike) -> None:
+        if held.pool != self._pool:
+            raise PageError(
+                f"{what} {held.id} belongs to pool {held.pool}; this mirror is attached to pool {self._pool}"
+            )
+        holder = getattr(held, "incarnation", 0)
+        if holder and self._incarnation and holder != self._incarnation:
+            raise StaleLease(f"{what} {held.id} belongs to another engine or to an earlier launch of this one")
 
     def _refuse_dead(self, lease: int, record: _OpenLease, pages: frozenset[int]) -> None:
         for page in sorted(pages - record.generation_of.keys()):

@@ -120,7 +120,8 @@ class Lease:
     """Pages owned for writing. Plain data: it may be pickled to the workers.
 
     ``pages[i]`` was granted under ``generations[i]``. ``keys`` is set when the lease came from
-    ``reserve``: its pages then become readable with the last rank's commit.
+    ``reserve``: its pages then become readable with the last rank's commit. ``incarnation`` is the launch of
+    the engine that holds it, 0 where it is not known.
     """
 
     id: LeaseId
@@ -128,6 +129,14 @@ class Lease:
     pages: tuple[PageId, ...]
     generations: tuple[Generation, ...]
     keys: tuple[bytes, ...] | None = None
+    incarnation: int = 0
+
+
+def check_timeout(timeout_s: object) -> float:
+    """Return the seconds that a call may take; raises UsageError for anything but a number above 0."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_WAIT_S:
+        raise UsageError(f"timeout_s must be seconds above 0 and at most {MAX_WAIT_S}, not {timeout_s!r:.40}")
+    return timeout_s
 
 
 def check_lease(call: str, value: object) -> Lease:

@@ -623,6 +623,9 @@ def test_commit_waits_for_this_ranks_copies(daemon: FakeDaemon, leased: SharedHo
     with pytest.raises(CallTimeout):
         leased.commit(lease, timeout_s=0.01)
     assert daemon.said("commit") == []
+    for wrong in (None, "1", float("nan"), -1.0, 0, 10**20):
+        with pytest.raises(UsageError, match="timeout_s must be seconds above 0"):
+            leased.commit(lease, timeout_s=wrong)  # type: ignore[arg-type]
     # A commit that did not happen leaves the pages open; one of another page waits for nothing.
     leased.store(lease, [(1, 3)])
     leased.commit(lease, [6], timeout_s=0.01)

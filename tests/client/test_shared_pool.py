@@ -13,7 +13,7 @@ import torch
 
 from sharedmirror import KeyState, Lease, connect
 from sharedmirror.control import Client, Hit
-from sharedmirror.errors import NoPages, StaleLease, UsageError
+from sharedmirror.errors import NoPages, PageError, StaleLease, UsageError
 from tests.client.test_end_to_end import PAGES, Rank
 
 if TYPE_CHECKING:
@@ -115,6 +115,28 @@ def test_an_engine_that_streams_takes_nothing_from_one_within_its_share(
     f.write(8)
     assert e.client.contains([b"36", b"37", b"38", b"39"]) == (MISS, HIT, HIT, HIT)
     assert f.client.contains([b"1", b"2", b"3", b"8"]) == (HIT,) * 4
+
+
+def test_leases_and_hits_of_another_engine_are_refused_by_the_ranks(pair: tuple[Engine, Engine]) -> None:
+    e, f = pair
+    f.write(1)
+    lease = f.client.lease(1)
+    with f.client.lookup([b"1"]) as hit:
+        for rank in e.ranks:
+            with pytest.raises(StaleLease, match=f"lease {lease.id} belongs to another engine"):
+                rank.ask("store", lease, [(1, lease.pages[0])])
+            with pytest.raises(StaleLease, match=f"hit {hit.id} belongs to another engine"):
+                rank.ask("load", hit, [(1, hit.pages[0])])
+        f.check(hit, [1])
+    f.client.abort(lease)
+
+
+def test_of_a_hit_that_found_nothing_nothing_is_loaded(pair: tuple[Engine, Engine]) -> None:
+    e, f = pair
+    with f.client.lookup([b"nobody's"]) as hit:
+        f.ranks[0].ask("load", hit, [])
+        with pytest.raises(PageError, match="host page 1 is not in the hit, which found nothing"):
+            f.ranks[0].ask("load", hit, [(1, 1)])
 
 
 def test_two_engines_complete_the_same_key_and_both_go_on(pair: tuple[Engine, Engine]) -> None:

@@ -223,7 +223,7 @@ def test_a_static_pool_names_its_holder(driver: Driver) -> None:
 
 def test_a_static_pool_may_have_one_page(driver: Driver) -> None:
     assert join(driver, world_size=1, kind="static", num_host_pages=1)["num_host_pages"] == 1
-    with pytest.raises(ArenaFull):
+    with pytest.raises(UsageError, match="a leased pool has at least 2"):
         join(driver, pool="q", world_size=1, kind="leased", num_host_pages=1)
 
 

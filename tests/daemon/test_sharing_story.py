@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from sharedmirrord.core import hits, leases
 from sharedmirrord.core.model import OpenLease
+from tests.daemon.planted import assert_found
 from tests.daemon.sharing_story import SharingStory
 
 QUICK = settings(
@@ -62,6 +62,7 @@ def the_dead_write_no_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(leases, "writer_ended", lambda state, session, certain, out: ended(state, session, True, out))
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "plant",
     [
@@ -74,6 +75,4 @@ def the_dead_write_no_more(patch: pytest.MonkeyPatch) -> None:
 )
 def test_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    few = settings(QUICK, max_examples=1000, phases=[Phase.generate], derandomize=True)
-    with pytest.raises(AssertionError, match=r"4: |5: |6: |10: |\[.*(4|5): "):
-        run_state_machine_as_test(SharingStory, settings=few)
+    assert_found(SharingStory, QUICK, r"4: |5: |6: |10: |\[.*(4|5): ")

@@ -83,7 +83,7 @@ def _attach_scheduler(state: State, session: Session, arguments: dict[str, Any],
         state.moved = True
     session.mark = state.new_id()
     _bind(state, session, pool, incarnation, out)
-    return _description(pool) | {"session": session.id, "mark": session.mark}
+    return _description(pool) | {"session": session.id, "incarnation": incarnation.id, "mark": session.mark}
 
 
 def _pool_for_scheduler(state: State, name: str, engine: str, incarnation: Incarnation | None) -> Pool:
@@ -144,7 +144,7 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
         out.writes.append(Put("pool", pool.id, pool.record()))
     _bind(state, session, pool, incarnation, out)
     state.moved = True
-    return _welcome(state, pool, session, rank)
+    return _welcome(state, pool, session, rank) | {"incarnation": incarnation.id}
 
 
 def _properties(arguments: dict[str, Any]) -> Properties:
@@ -168,6 +168,8 @@ def _count(arguments: dict[str, Any], properties: Properties) -> Count | None:
             f"num_host_pages {count} asks for a pool that grows and shrinks; this one is {kind} with layout "
             f"{layout!r}, and only a leased pool with layout 'page' can. Ask for one number of pages"
         )
+    if count == 1 and properties.kind is PoolKind.LEASED:
+        raise UsageError("num_host_pages is 1; a leased pool has at least 2, as its page 0 is never leased")
     return count
 
 
