@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -40,6 +41,7 @@ from sharedmirror.errors import (
     StaleLease,
 )
 from sharedmirror.mapping import RegionMapping
+from sharedmirror.protocol import Errand
 from sharedmirror.registration import HostRegistration, device_node, refuse_mps
 from sharedmirror.types import Role
 
@@ -48,6 +50,10 @@ __all__ = ["Attachment", "ChannelLike", "Gate", "OpenChannel"]
 _log = logging.getLogger("sharedmirror")
 
 _BOARD_TRIES, _BOARD_PAUSE_S = 50, 0.01
+
+_DETACH_S = 1.0
+"""How long whoever leaves waits for the daemon's answer; it is then awaited in the background."""
+_SAY_AGAIN_FIRST_S, _SAY_AGAIN_LAST_S = 0.05, 1.0
 
 _ABANDONED: list[object] = []
 """Attachments whose copies could not be drained: they live until the process dies, which is the proof."""
@@ -58,8 +64,20 @@ class ChannelLike(Protocol):
 
     arena_fds: list[int]
 
-    def call(self, op: str, *, timeout_s: float | None = None, fds: Any = None, **arguments: Any) -> dict[str, Any]:
-        """Send a request and return its answer; ``fds`` takes the descriptors that come with it."""
+    def call(
+        self,
+        op: str,
+        *,
+        timeout_s: float | None = None,
+        fds: Any = None,
+        come_back: bool = True,
+        errand: Errand | None = None,
+        **arguments: Any,
+    ) -> dict[str, Any]:
+        """Send a request and return its answer; ``fds`` takes the descriptors that come with it.
+
+        Without ``come_back`` raises at once while the daemon is away; with an ``errand`` it may be asked again.
+        """
         ...
 
     def check_usable(self) -> None:
@@ -113,7 +131,7 @@ class Attachment:
         self.registrations: list[HostRegistration] = []
         try:
             # The daemon puts this rank's memory near its GPU, if it can.
-            near = {"node": device_node(device)} if device.type == "cuda" else {}
+            near: dict[str, Any] = {"node": device_node(device)} if device.type == "cuda" else {}
             reply = self.channel.call("attach", **request, **near)
         except BaseException:
             self.channel.close()
@@ -271,12 +289,17 @@ class _Shrink:
 
 
 class _Farewell:
-    """Tells the daemon that the rank has left, and later that its last view is gone."""
+    """Tells the daemon that the rank has left, and later that its last view is gone.
+
+    Whoever leaves does not wait for a daemon that is away: a thread goes on until the daemon has heard it, another
+    instance answers, or the process ends, which says the same. The channel is closed after that.
+    """
 
     def __init__(self, channel: ChannelLike) -> None:
         self._channel = channel
-        # Reentrant: the end of a view may be noticed by the garbage collector, at any moment in any thread.
+        # Reentrant, both: the end of a view may be noticed by the garbage collector, at any moment in any thread.
         self._lock = threading.RLock()
+        self._gone: SimpleQueue[None] = SimpleQueue()
         self._mapped = 0
         self._waiting = False
 
@@ -290,33 +313,51 @@ class _Farewell:
             if self._mapped or not self._waiting:
                 return
             self._waiting = False
-        try:
-            # Not in this thread: it may hold any lock, the channel's too.
-            threading.Thread(target=self._say_unmapped, name="sharedmirror-unmapped", daemon=True).start()
-        except RuntimeError:
-            _log.debug("event=unmapped_not_said reason=interpreter_exit")
+        # Not said in this thread: it may hold any lock, the channel's too.
+        self._gone.put(None)
 
     def say(self) -> None:
-        unmapped = not self._mapped
-        try:
-            self._channel.call("detach", unmapped=unmapped)
-        except SharedMirrorError as error:
-            # Nothing is lost: the end of the process says the same.
-            _log.warning("event=detach_not_said reason=%r", error.message)
-        if unmapped:
+        with self._lock:
+            self._waiting = True
+            unmapped = not self._mapped
+        errand = Errand()
+        said = self._said("detach", errand, timeout_s=_DETACH_S, come_back=False, unmapped=unmapped)
+        if said and unmapped:
             self._channel.close()
             return
-        with self._lock:
-            self._waiting = bool(self._mapped)
-        if not self._waiting:
-            self._say_unmapped()
-
-    def _say_unmapped(self) -> None:
         try:
-            self._channel.call("unmapped")
-        except SharedMirrorError as error:
-            _log.warning("event=unmapped_not_said reason=%r", error.message)
+            thread = threading.Thread(
+                target=self._go_on, args=(None if said else errand, unmapped), name="sharedmirror-farewell", daemon=True
+            )
+            thread.start()
+        except RuntimeError:
+            _log.debug("event=detach_not_said reason=interpreter_exit")
+
+    def _go_on(self, errand: Errand | None, unmapped: bool) -> None:
+        if errand is not None:
+            self._insist("detach", errand, unmapped=unmapped)
+        if not unmapped:
+            self._gone.get()
+            self._insist("unmapped", Errand())
         self._channel.close()
+
+    def _insist(self, op: str, errand: Errand, **arguments: Any) -> None:
+        pause_s = _SAY_AGAIN_FIRST_S
+        while not self._said(op, errand, **arguments):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _SAY_AGAIN_LAST_S)
+
+    def _said(self, op: str, errand: Errand, **arguments: Any) -> bool:
+        """Whether no more is to be said: the daemon has heard it, or never will."""
+        try:
+            self._channel.call(op, errand=errand, **arguments)
+        except SharedMirrorError as error:
+            if error.retryable:
+                _log.debug("event=%s_later reason=%r", op, error.message)
+                return False
+            # Nothing is lost: the end of the process says the same.
+            _log.warning("event=%s_not_said reason=%r", op, error.message)
+        return True
 
 
 class Gate:

@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from sharedmirror import __version__, paths
 from sharedmirror.descriptors import READ_BYTES, close_all, is_other_file, receive
@@ -36,7 +36,7 @@ from sharedmirror.errors import (
     ProtocolError,
     SharedMirrorError,
 )
-from sharedmirror.protocol import Answer, ClientProtocol, Greeting, Phase
+from sharedmirror.protocol import Answer, AwayLike, ClientProtocol, Errand, Greeting, Phase
 from sharedmirror.types import Role
 
 log = logging.getLogger("sharedmirror")
@@ -55,22 +55,6 @@ _LAST_WORDS_S = 0.2
 """How long a connection that takes no hello is read for what the daemon said before it closed."""
 _GLANCE_S, _GLANCE_AGAIN_S = 0.05, 0.5
 """How long a daemon that has only begun to listen is given to say hello, and how often it is asked."""
-
-
-class AwayLike(Protocol):
-    """What a session may go on with while no daemon answers; see ``sharedmirror.away``."""
-
-    def gone(self) -> bool:
-        """Whether the daemon has ended, and nothing depends on the next one yet."""
-        ...
-
-    def claims(self) -> dict[str, Any]:
-        """Return what the next daemon is to know; from now on this session depends on it."""
-        ...
-
-    def resumed(self, lost: list[int]) -> None:
-        """The next daemon has heard the claims, and could not keep these."""
-        ...
 
 
 class _Lost(DaemonUnavailable):
@@ -105,6 +89,7 @@ class Channel:
         self._void: InstanceChanged | None = None
         self._attached = False
         self._late: set[int] = set()
+        self._errand: Errand | None = None
         self._session_file: mmap.mmap | None = None
         self._session_fd = -1
         self._listener: threading.Thread | None = None
@@ -349,6 +334,8 @@ class Channel:
         timeout_s: float | None = None,
         stay_away: Callable[[], bool] | None = None,
         fds: list[int] | None = None,
+        come_back: bool = True,
+        errand: Errand | None = None,
         **arguments: Any,
     ) -> dict[str, Any]:
         """Send a request and return its answer.
@@ -360,8 +347,13 @@ class Channel:
 
         ``stay_away`` says whether the caller can do without a daemon that is away: DaemonUnavailable then
         comes at once. ``fds`` takes the descriptors that come with the answer; they are the caller's.
+
+        Without ``come_back`` it comes at once in any case, and the listener or another call comes back. With an
+        ``errand`` the call may be made again, with the same one, and gets the answer to the first request.
         """
         self.check_usable()
+        if not come_back and self._protocol.phase is not Phase.OPEN:
+            raise DaemonUnavailable(f"the daemon on {self.path} is away", socket=self.path)
         if stay_away is not None and self.lost and stay_away() and not self.serves():
             raise DaemonUnavailable(f"the daemon on {self.path} is away", socket=self.path)
         if timeout_s is None:
@@ -372,7 +364,7 @@ class Channel:
             raise CallTimeout(f"another call kept the channel for {timeout_s:g} s")
         try:
             self.check_usable()
-            return self._exchange(op, arguments, deadline, stay_away, fds)
+            return self._exchange(op, arguments, deadline, stay_away, fds, come_back, errand)
         finally:
             if self._pushed and self._wake is not None and threading.current_thread() is not self._listener:
                 os.write(self._wake[1], b"p")
@@ -385,15 +377,24 @@ class Channel:
         deadline: float,
         stay_away: Callable[[], bool] | None,
         fds: list[int] | None,
+        come_back: bool,
+        errand: Errand | None,
     ) -> dict[str, Any]:
         number: int | None = None
         while True:
             try:
                 if self._protocol.phase is Phase.CLOSED:
+                    if not come_back:
+                        raise DaemonUnavailable(f"the daemon on {self.path} is away", socket=self.path)
                     self._reconnect(deadline, number, stay_away)
+                self._repeat_errand()
                 for late in sorted(self._late):  # answers come in order
                     self._read_until(late, deadline)
+                if errand is not None and errand.answer is not None:
+                    return errand.answer.result()
                 number, data = self._protocol.request(op, arguments, number)
+                if errand is not None:
+                    errand.number, errand.frame, self._errand = number, (op, arguments), errand
                 self._send(data, [])
                 self._read_until(number, deadline, fds)
                 body = self._answer.result()
@@ -404,6 +405,14 @@ class Channel:
             except _Lost as error:
                 if self._role is Role.OBSERVER or time.monotonic() >= deadline:
                     raise DaemonUnavailable(error.message, socket=self.path) from None
+
+    def _repeat_errand(self) -> None:
+        """Send again, before anything newer, the request that an earlier connection has left without an answer."""
+        errand = self._errand
+        if errand is not None and errand.number not in self._late:
+            _, data = self._protocol.request(*errand.frame, errand.number)
+            self._late.add(errand.number)
+            self._send(data, [])
 
     def _send(self, data: bytes, rights: list[tuple[int, int, Any]]) -> None:
         try:
@@ -452,7 +461,10 @@ class Channel:
             raise
         for event in events:
             if isinstance(event, Answer):
-                if event.id in self._late:
+                if self._errand is not None and event.id == self._errand.number:
+                    self._errand.answer, self._errand = event, None
+                    self._late.discard(event.id)
+                elif event.id in self._late:
                     self._late.discard(event.id)
                     self.late_answers.append(event.body)
                 if event.id == number:

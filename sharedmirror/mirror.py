@@ -382,7 +382,10 @@ class SharedHostMirror:
             return None
 
     def poll(self) -> Progress:
-        """Send the queued commits whose copies are complete, and report revocations. Does not wait for copies."""
+        """Send the queued commits whose copies are complete, and report revocations.
+
+        Waits for no copy, and not for a daemon that is away: the commits then stay queued.
+        """
         with self._gate:
             ledger = self._ledger_of("poll")
             sealed, failed = self._commits.send_ready()
@@ -448,6 +451,9 @@ class SharedHostMirror:
     def close(self) -> None:
         """Wait for all copies, send queued commits, unregister, unmap, and leave the pool.
 
+        While the daemon is away queued commits wait for it once, at most 10 s. That this rank has left is said in
+        the background, as soon as there is a daemon again; until then the process keeps its session.
+
         May be called again. Raises CopyError when the device cannot say that its copies are over: the
         memory then stays attached until the process ends. Raises MemoryFault when the driver keeps it.
         """
@@ -458,7 +464,7 @@ class SharedHostMirror:
         except CopyError:
             self._attachment.abandon()
             raise
-        self._commits.send_ready()
+        self._commits.send_ready(wait=True)
         self._pairs, self._parts = (), ()
         self._leaving = True
         self._attachment.leave()

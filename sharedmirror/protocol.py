@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from sharedmirror import errors, wire
 from sharedmirror.errors import ProtocolError, SharedMirrorError
@@ -39,6 +39,16 @@ class Answer:
 
 
 @dataclass
+class Errand:
+    """A request that is asked again until its answer is there: always under its one id, so that it happens once."""
+
+    number: int = 0
+    """Zero until it was sent once."""
+    frame: tuple[str, dict[str, Any]] = ("", {})
+    answer: Answer | None = None
+
+
+@dataclass
 class Greeting:
     """The daemon's hello: who it is, and the session it gave."""
 
@@ -48,6 +58,22 @@ class Greeting:
     session: int
     token: bytes
     arenas: list[int]
+
+
+class AwayLike(Protocol):
+    """What a session may go on with while no daemon answers; see ``sharedmirror.away``."""
+
+    def gone(self) -> bool:
+        """Whether the daemon has ended, and nothing depends on the next one yet."""
+        ...
+
+    def claims(self) -> dict[str, Any]:
+        """Return what the next daemon is to know; from now on this session depends on it."""
+        ...
+
+    def resumed(self, lost: list[int]) -> None:
+        """The next daemon has heard the claims, and could not keep these."""
+        ...
 
 
 class ClientProtocol:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharedmirror.errors import SharedMirrorError
+from sharedmirror.protocol import Errand
 
 MIB2 = 2 << 20
 POISON = 0xA5
@@ -93,7 +94,15 @@ class FakeChannel:
         self.then: Callable[[], float | None] | None = None
         self.closed = False
 
-    def call(self, op: str, *, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+    def call(
+        self,
+        op: str,
+        *,
+        timeout_s: float | None = None,
+        come_back: bool = True,
+        errand: Errand | None = None,
+        **arguments: Any,
+    ) -> dict[str, Any]:
         if self.closed:
             raise RuntimeError(f"{op} on a closed channel")
         self.daemon.calls.append((op, arguments))

@@ -31,6 +31,7 @@ from sharedmirror.errors import (
     CopyError,
     DaemonUnavailable,
     ForkedError,
+    InstanceChanged,
     LayoutError,
     MemoryFault,
     PageError,
@@ -402,13 +403,25 @@ def test_views_outlive_close_and_their_end_is_reported(daemon: FakeDaemon) -> No
     assert [op for op, _ in daemon.calls[-2:]] == ["detach", "unmapped"]
     assert daemon.channels[0].closed
     for thread in threading.enumerate():
-        if thread.name == "sharedmirror-unmapped":
+        if thread.name == "sharedmirror-farewell":
             thread.join()
 
 
 def test_close_survives_a_dead_daemon(daemon: FakeDaemon) -> None:
     mirror = attach(daemon)
     daemon.failures["detach"] = DaemonUnavailable("gone")
+    mirror.close()
+    assert not daemon.channels[0].closed
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "sharedmirror-farewell"]
+    del daemon.failures["detach"]
+    thread.join(20)
+    assert daemon.channels[0].closed
+    assert daemon.said("detach")[-1] == {"unmapped": True}
+
+
+def test_close_gives_up_where_the_daemon_refuses(daemon: FakeDaemon) -> None:
+    mirror = attach(daemon)
+    daemon.failures["detach"] = InstanceChanged("another")
     mirror.close()
     assert daemon.channels[0].closed
 
