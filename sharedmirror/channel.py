@@ -64,7 +64,7 @@ class _Lost(DaemonUnavailable):
 class Channel:
     """A connection to the daemon; see ``open``.
 
-    ``arena_fds`` and ``arena_bytes`` describe the arenas (workers and schedulers only); the channel
+    ``arena_fds`` are the arenas' descriptors (workers and schedulers only); the channel
     owns the descriptors. ``instance``, ``epoch`` and ``version`` tell who answers.
     """
 
@@ -306,19 +306,9 @@ class Channel:
         return (self._protocol.greeting or self.greeting).epoch
 
     @property
-    def version(self) -> str:
-        """The daemon's release."""
-        return self.greeting.version
-
-    @property
     def session(self) -> int:
         """The id of this connection's session."""
         return self.greeting.session
-
-    @property
-    def arena_bytes(self) -> list[int]:
-        """Sizes of the arenas."""
-        return self.greeting.arenas
 
     # -- calls -----------------------------------------------------------------------------------
 

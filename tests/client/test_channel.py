@@ -124,9 +124,9 @@ def test_a_stopped_daemon_times_the_call_out_and_goes_on(start: Starter) -> None
 def test_a_worker_gets_the_arena_and_who_answers(shared_daemon: Daemon, nothing_left: None) -> None:
     with Channel.open(shared_daemon.socket, role=Role.WORKER) as channel:
         daemon = channel.call("status")["status"]["daemon"]
-        assert (channel.instance, channel.epoch, channel.version) == (daemon["instance"], 1, __version__)
+        assert (channel.instance, channel.epoch, channel.greeting.version) == (daemon["instance"], 1, __version__)
         assert channel.session > 0
-        assert channel.arena_bytes == [256 << 20]
+        assert channel.greeting.arenas == [256 << 20]
         (fd,) = channel.arena_fds
         assert os.fstat(fd).st_size == 256 << 20
         assert os.get_inheritable(fd) is False

@@ -181,7 +181,7 @@ def test_a_killed_daemons_socket_is_replaced(start: Starter) -> None:
     daemon = second.status()["daemon"]
     assert daemon["pid"] == second.pid != first.pid
     with Channel.open(second.socket, role=Role.WORKER) as channel:
-        assert channel.arena_bytes == [32 << 20]
+        assert channel.greeting.arenas == [32 << 20]
     assert second.end() == 0
     assert second.segments() == []
 

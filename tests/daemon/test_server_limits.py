@@ -131,7 +131,7 @@ def test_running_out_of_descriptors_raises_an_alarm_and_heals(start: Starter, ra
         connection.sock.close()
     wait_until(lambda: daemon.status()["alarms"] == [])
     with Channel.open(daemon.socket, role=Role.WORKER) as channel:
-        assert channel.arena_bytes == [32 * MIB]
+        assert channel.greeting.arenas == [32 * MIB]
 
 
 def test_a_session_that_has_no_descriptor_left_is_refused_with_the_remedy(start: Starter, raw: Open) -> None:
