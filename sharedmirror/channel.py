@@ -65,7 +65,7 @@ class Channel:
     """A connection to the daemon; see ``open``.
 
     ``arena_fds`` are the arenas' descriptors (workers and schedulers only); the channel
-    owns the descriptors. ``instance``, ``epoch`` and ``version`` tell who answers.
+    owns the descriptors. ``instance`` and ``epoch`` tell who answers.
     """
 
     def __init__(self, path: str, role: Role, timeout_s: float, on_push: Callable[[Push], None] | None) -> None:

@@ -230,7 +230,11 @@ class Arena:
 
     def _prepare_rest(self, report: Callable[[int], None]) -> bool:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="prefault") as pool:
-            pieces = [pool.submit(self._prepare, offset) for offset in range(PIECE_BYTES, self.size_bytes, PIECE_BYTES)]
+            # In turns from each NUMA node's part, so that the memory of all of them is filled at once.
+            parts = divide(self.size_bytes, memory.memory_nodes())
+            part_bytes = parts[0][2] if parts else self.size_bytes
+            offsets = sorted(range(PIECE_BYTES, self.size_bytes, PIECE_BYTES), key=lambda offset: offset % part_bytes)
+            pieces = [pool.submit(self._prepare, offset) for offset in offsets]
             try:
                 for piece in as_completed(pieces):
                     if not piece.result():

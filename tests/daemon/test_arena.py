@@ -272,6 +272,23 @@ def test_each_node_has_its_part_and_a_refusal_is_a_warning(
         assert "mbind_refused" not in caplog.text
 
 
+def test_the_parts_of_all_nodes_are_filled_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nodes(tmp_path, monkeypatch, "0-1")
+    monkeypatch.setattr(arena_module, "PIECE_BYTES", 2 * MIB)
+    order: list[int] = []
+    populate = syscalls.populate
+
+    def note(fd: int, address: int, offset: int, size_bytes: int) -> None:
+        order.append(offset // MIB)
+        populate(fd, address, offset, size_bytes)
+
+    monkeypatch.setattr(syscalls, "populate", note)
+    with Arena.create(name, 12 * MIB, pin="none", threads=1) as arena:
+        assert arena.prefault() is True
+        assert arena.bytes_ready == arena.size_bytes
+    assert order == [0, 6, 2, 8, 4, 10]
+
+
 @pytest.mark.parametrize(("has_memory", "size_mib"), [("0", 8), ("", 8), ("0-1", 2)])
 def test_one_node_or_one_piece_is_not_divided(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: str, size_mib: int
