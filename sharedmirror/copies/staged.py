@@ -50,6 +50,7 @@ DIRECT_BLOCKS = 132
 """Blocks of a small call's kernel: reading over the link needs many words under way."""
 MAX_PAGES = ID_ROOM // 4
 _PLAIN_COPIES = 1 << 20
+"""Copies that one call plans at most where it has no kernels: one a page and plane."""
 _LEGACY_STREAMS = (0, 1)
 _POLL_S, _LONGEST_POLL_S = 20e-6, 5e-3
 
