@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BATCH_COPIES", "Driver", "Kernel", "bind", "launch_shapes", "row_copies", "row_operations"]
 
-BATCH_COPIES = 1024
-"""Most copies in one batch call: very long batches have crashed some drivers."""
+BATCH_COPIES = 32
+"""Most copies in one batch call: the first begins when the call is over. Very long ones have crashed some drivers."""
 _P, _I, _U, _N = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2

@@ -55,9 +55,12 @@ def merge_runs(device: Ids, host: Ids) -> tuple[Ids, Ids, Ids]:
     """Return (first device page, first host frame, length) of each run in which both ids rise by one."""
     if len(host) == 0:
         return device, host, host
-    order = np.argsort(host, kind="stable")
-    device, host = device[order], host[order]
-    starts = np.flatnonzero((np.diff(host) != 1) | (np.diff(device) != 1)) + 1
+    steps = host[1:] - host[:-1]
+    if len(steps) and steps.min() <= 0:
+        order = np.argsort(host, kind="stable")
+        device, host = device[order], host[order]
+        steps = host[1:] - host[:-1]
+    starts = np.flatnonzero((steps != 1) | (device[1:] - device[:-1] != 1)) + 1
     starts = np.concatenate((np.zeros(1, np.int64), starts))
     return device[starts], host[starts], np.diff(starts, append=len(host))
 

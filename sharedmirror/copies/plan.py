@@ -327,21 +327,17 @@ def _band_copies(
     return [(table, first_chunk + block)]
 
 
-def plan_plain(addresses: Addresses, view: View, pages: Ids, frames: Ids) -> Copies:
+def plan_plain(view: View, pages: Ids, frames: Ids, edges: Ids) -> Copies:
     """Return the copies straight between device and host; a chunk is a group of the view."""
     page, frame, length = merge_runs(pages, frames)
-    order = np.array(view.planes, np.int64)
-    size, device, stride, host, host_stride = (
-        column[order][:, None]
-        for column in (
-            addresses.slice_bytes, addresses.device_base, addresses.device_stride, addresses.host_base,
-            addresses.host_stride,
-        )
-    )  # fmt: skip
-    columns = np.broadcast_arrays(host + frame * host_stride, device + page * stride, size, length, host_stride, stride)
-    table = np.stack([column.reshape(-1) for column in columns]).T
-    chunk = np.repeat(np.array(view.group_of_plane, np.int64)[order], len(page))
-    return _arrange(table, chunk, len(view.groups) - 1, addresses.edges)
+    group, size, device_base, device_stride, host_base, host_stride = view.columns
+    table = np.empty((len(view.planes) * len(page), 6), np.int64, order="F")
+    host, device, width, rows, host_pitch, device_pitch = table.T.reshape(6, len(view.planes), len(page))
+    np.add(host_base, frame * host_stride, out=host)
+    np.add(device_base, page * device_stride, out=device)
+    width[:], rows[:], host_pitch[:], device_pitch[:] = size, length, host_stride, device_stride
+    chunk = np.repeat(group, len(page))
+    return _arrange(table, chunk, len(view.groups) - 1, edges, sorted_by_chunk=True)
 
 
 def _arrange(table: Ids, chunk: Ids, chunks: int, edges: Ids, *, sorted_by_chunk: bool = False) -> Copies:
@@ -349,8 +345,9 @@ def _arrange(table: Ids, chunk: Ids, chunks: int, edges: Ids, *, sorted_by_chunk
     several = int(table[:, 3].max()) > 1
     if several:
         solid = (table[:, 4] == table[:, 2]) & (table[:, 5] == table[:, 2])
-        table[solid, 2] *= table[solid, 3]
-        table[solid, 3] = 1
+        np.multiply(table[:, 2], table[:, 3], out=table[:, 2], where=solid)
+        np.copyto(table[:, 3], 1, where=solid)
+        several = not solid.all()
     crossing = _crossing(table, edges, several)
     if crossing is not None:
         table, chunk = _replace(table, chunk, crossing, lambda crossed: _cut_at_edges(crossed, edges))

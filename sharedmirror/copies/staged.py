@@ -216,7 +216,9 @@ class StagedEngine:
         self, lane: Lane, lines: Lines, pages: Ids, frames: Ids, outer: torch.cuda.Stream
     ) -> list[torch.cuda.Event]:
         """Copies alone."""
-        copies = CopyTables(self._driver, plan_plain(self._addresses, lines.view, pages, frames), lane is self._store)
+        copies = CopyTables(
+            self._driver, plan_plain(lines.view, pages, frames, self._addresses.edges), lane is self._store
+        )
         lane.ids.put()
         lane.follow(outer.cuda_stream, lane.copies)
         events = []

@@ -149,7 +149,8 @@ class View:
 
     ``planes`` are plane indices in ascending x; ``records`` has shape (records, 4): first and last x, host
     address in frame 0, host stride. ``groups`` are the bounds of the groups in x, ``group_of_plane`` the
-    group of each plane by plane index.
+    group of each plane by plane index. ``columns`` are group, slice bytes, device base, device stride, host base
+    and host stride, each of shape (planes, 1), in the order of ``planes``.
     """
 
     planes: tuple[int, ...]
@@ -158,6 +159,7 @@ class View:
     records: Ids
     groups: tuple[int, ...]
     cuts: Ids
+    columns: Ids
     _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
 
     def pieces(self, limit_bytes: int) -> tuple[Piece, ...]:
@@ -248,7 +250,11 @@ def build_view(addresses: Addresses, groups: Sequence[Sequence[int]]) -> View:
     table = np.array(records, np.int64).reshape(-1, 4)
     tables = _tile_tables(addresses, table, places)
     cuts = np.unique(np.concatenate([each.fields[:, 2] for each in tables])) if tables else np.zeros(0, np.int64)
-    return View(tuple(planes), tuple(group_of_plane), tables, table, tuple(bounds), cuts[cuts % _ALIGN == 0])
+    columns = np.stack([
+        np.array(group_of_plane, np.int64), addresses.slice_bytes, addresses.device_base, addresses.device_stride,
+        addresses.host_base, addresses.host_stride,
+    ])[:, planes, None]  # fmt: skip
+    return View(tuple(planes), tuple(group_of_plane), tables, table, tuple(bounds), cuts[cuts % _ALIGN == 0], columns)
 
 
 def _adjoins(record: list[int], host: int, size: int, stride: int) -> bool:

@@ -181,7 +181,7 @@ def test_staged_moves_every_slice_and_nothing_else(
 def test_plain_moves_every_slice_and_nothing_else(world: World, to_host: bool, groups: int) -> None:
     wanted = world.copied(to_host)
     view = build_view(world.addresses, groups_of(world, groups, True))
-    copies = plan_plain(world.addresses, view, world.pages, world.frames)
+    copies = plan_plain(view, world.pages, world.frames, world.addresses.edges)
     for chunk in range(len(view.groups) - 1):
         run_copies(copies, chunk, to_host)
     assert np.array_equal(world.host if to_host else world.device, wanted)
@@ -195,7 +195,7 @@ def test_no_copy_crosses_an_edge(world: World, to_host: bool, plain: bool, at: l
     wanted = world.copied(to_host)
     view = build_view(world.addresses, groups_of(world, 2, True))
     if plain:
-        copies = plan_plain(world.addresses, view, world.pages, world.frames)
+        copies = plan_plain(view, world.pages, world.frames, world.addresses.edges)
         for chunk in range(len(view.groups) - 1):
             run_copies(copies, chunk, to_host)
     else:
