@@ -3,7 +3,8 @@
     PYTHONPATH=.:daemon python3 scripts/bench_exchange_gpu.py [--mib 1024 64 256] [--slots 3x16 2x32 ...]
 
 Two processes, one a GPU, over a real daemon. Times are from a common start to the moment when the slower rank has all
-bytes; every number is a median of 7. Progress goes to stderr, one markdown table to stdout.
+bytes; every number is a median of 15, after 20 loads that are not counted. Progress goes to stderr, one markdown table
+to stdout.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from sharedmirror.channel import Channel
 from sharedmirror.transfers import Transfer
+from sharedmirror.types import Role
 
 MIB, GIB = 1 << 20, 1 << 30
 PLANES, ROWS, ROW_BYTES = 64, 16, 4096
 PAGE_BYTES = PLANES * ROWS * ROW_BYTES
 PAGES, DEVICE_PAGES = 256, 320
-REPEATS, WARM_UP = 7, 3
+REPEATS, WARM_UP = 15, 20
 START_S = 0.02
 PATIENCE_S = 120
 
@@ -227,10 +230,15 @@ def main() -> None:
             while not os.path.exists(path) and daemon.poll() is None:
                 time.sleep(0.05)
             rows = measure(path, options)
+            with Channel.open(path, role=Role.OBSERVER) as channel:
+                huge = channel.call("status")["status"]["daemon"]["huge_page_share"]
         finally:
             daemon.send_signal(signal.SIGTERM)
             daemon.wait(60)
-    print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print(
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"huge pages {huge:.0%}\n"
+    )
     print("| what | bytes a rank | time | rate a rank | of one link's pinned copy | CPU of the call |")
     print("| --- | --- | --- | --- | --- | --- |")
     print("\n".join(rows))

@@ -37,7 +37,8 @@ REGISTRATION_BYTES = 4 * GIB
 POPULATE_WRITE = 23
 LATENCY_REPEATS = 101
 PAUSE_S = 0.03
-
+BESIDE_PAGES, BESIDE_KIB = 1024, 16
+"""A transfer beside a chain: one call of 2 GiB, so that how it begins hardly counts."""
 
 TARGETS = {
     "page:1": "0.80", "page:4": "0.92, 0.5 ms", "page:16": "0.95, 0.5 ms", "page:32": "0.95, 0.5 ms",
@@ -69,15 +70,15 @@ class HostMemory:
         self.edges = tuple(range(start + REGISTRATION_BYTES, start + size, REGISTRATION_BYTES))
 
 
-def pool(host: HostMemory, slice_bytes: int, layout: str) -> Geometry:
+def pool(host: HostMemory, slice_bytes: int, layout: str, pages: int = POOL_PAGES) -> Geometry:
     """Return 64 layers of K and V with every plane a tensor of its own, on the host in layer order."""
     planes = []
     order = tuple(half * PLANES // 2 + layer for layer in range(PLANES // 2) for half in (0, 1))
     for number in range(PLANES):
-        device = torch.randint(0, 256, (POOL_PAGES, slice_bytes), dtype=torch.uint8, device="cuda")
+        device = torch.randint(0, 256, (pages, slice_bytes), dtype=torch.uint8, device="cuda")
         stride = slice_bytes * (PLANES if layout == "page" else 1)
-        base = order.index(number) * slice_bytes * (1 if layout == "page" else POOL_PAGES)
-        on_host = torch.as_strided(host.bytes, (POOL_PAGES, slice_bytes), (stride, 1), base)
+        base = order.index(number) * slice_bytes * (1 if layout == "page" else pages)
+        on_host = torch.as_strided(host.bytes, (pages, slice_bytes), (stride, 1), base)
         planes.append(PlaneGeometry(f"plane{number}", device, on_host))
     after = [0] * PLANES
     for position, plane in enumerate(order, start=1):
@@ -99,10 +100,10 @@ def settings(**values: int) -> Iterator[None]:
             setattr(plan, name, value)
 
 
-def scattered(pages: int = PAGES, seed: int = 0) -> tuple[Any, Any]:
+def scattered(pages: int = PAGES, seed: int = 0, of: int = POOL_PAGES) -> tuple[Any, Any]:
     """Return device pages and host frames, both in random order."""
     random = np.random.default_rng(seed)
-    return tuple(random.permutation(POOL_PAGES)[:pages].astype(np.int64) for _ in range(2))  # type: ignore[return-value]
+    return tuple(random.permutation(of)[:pages].astype(np.int64) for _ in range(2))  # type: ignore[return-value]
 
 
 def in_a_row(pages: int = PAGES) -> tuple[Any, Any]:
@@ -344,10 +345,10 @@ class NotMeasured(Exception):
 
 
 def interference(report: Report, limits: Limits, host: HostMemory, wanted: list[str]) -> None:
-    slice_bytes = 16 << 10
-    engine = StagedEngine(pool(host, slice_bytes, "page"))
+    engine = StagedEngine(pool(host, BESIDE_KIB << 10, "page", 2 * BESIDE_PAGES))
     engine.wait_for_kernels()
-    total, pairs, stream = PAGES * PLANES * slice_bytes, scattered(), torch.cuda.Stream()
+    total, stream = BESIDE_PAGES * PLANES * (BESIDE_KIB << 10), torch.cuda.Stream()
+    pairs = scattered(BESIDE_PAGES, of=2 * BESIDE_PAGES)
     device = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
 
@@ -415,7 +416,7 @@ def beside(
         if moved[1].elapsed_time(computed[1]) > 0:
             raise NotMeasured("the transfer was over before the chain")
         time.sleep(PAUSE_S)
-        computed = chain.start(3)
+        computed = chain.start(4)
         moved = transfer(2)
         if Chain.ms(moved) <= 0 or moved[1].elapsed_time(computed[1]) < 0:
             raise NotMeasured("the chain was over before the transfer")
@@ -436,8 +437,8 @@ def main() -> None:
         "limit: pinned copy of 1 GiB",
         f"store {limits.store:.1f}, load {limits.load:.1f}, both at once {limits.both:.1f} GB/s",
     )
-    largest = max([16, *(int(label.split(":")[1]) for label in options.layouts)])
-    host = HostMemory(PLANES * POOL_PAGES * (largest << 10))
+    largest = max(POOL_PAGES * int(label.split(":")[1]) for label in [*options.layouts, "page:0"])
+    host = HostMemory(PLANES * max(largest, 2 * BESIDE_PAGES * BESIDE_KIB) << 10)
     if "slab:32" in options.layouts:
         out, back = measure_rows_limit(host)
         report.add(
