@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -71,14 +70,12 @@ class Side:
             plane.fill_(POISON)
         torch.cuda.synchronize(self.device)
 
-    def load(self, hit: Any, pairs: list[tuple[int, int]], wait: bool = True) -> float:
-        """Load together; returns how long it took."""
-        begin = time.monotonic()
+    def load(self, hit: Any, pairs: list[tuple[int, int]], wait: bool = True) -> None:
+        """Load together."""
         transfer = self.mirror.load(hit, pairs, together=True)
         self.transfers.append(transfer)
         if wait:
             transfer.wait(PATIENCE_S)
-        return time.monotonic() - begin
 
     def wait(self) -> list[str]:
         """Return how each load ended, oldest first."""

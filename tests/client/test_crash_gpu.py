@@ -105,6 +105,8 @@ def watched(start: Starter) -> Iterator[tuple[Daemon, list[Any]]]:
     for thing in reversed(closing):
         thing()
     gc.collect()
+    # The last view may have gone just now, and is reported in the background.
+    daemon.wait_status(lambda status: not status["sessions"], "no session is left")
 
 
 def pages_of(mirror: SharedHostMirror, pages: tuple[int, ...]) -> list[torch.Tensor]:

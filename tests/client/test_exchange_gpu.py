@@ -157,7 +157,7 @@ def test_a_rank_that_never_calls(make: Make) -> None:
     pairs, origins = pair.draw(50, 1)
     pair.load(pairs)
     pair.ranks[0].ask("wait")
-    assert pair.ranks[0].ask("load", pair.hit, pairs[0], False) < 3
+    pair.ranks[0].ask("load", pair.hit, pairs[0], False)
     assert pair.ranks[0].ask("wait") == ["PartMissing"]
     pair.both("poison")
     pair.load(pairs)
@@ -203,8 +203,11 @@ def test_a_rank_that_is_killed(make: Make) -> None:
 
 def test_closing_while_the_other_does_not_come(make: Make) -> None:
     pair = make(Shape(LARGE, 150, 120, "page"))
-    pairs, _ = pair.draw(50, 1)
+    pairs, origins = pair.draw(50, 1)
     pair.load(pairs)
     pair.ranks[0].ask("load", pair.hit, pairs[0], False)
     pair.ranks[0].ask("close")
-    assert pair.ranks[1].ask("load", pair.hit, pairs[1]) < 3
+    pair.ranks[1].ask("poison")
+    pair.ranks[1].ask("load", pair.hit, pairs[1])
+    assert pair.ranks[1].ask("wrong", origins[1]) == []
+    assert pair.ranks[1].ask("active") is False
