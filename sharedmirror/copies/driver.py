@@ -23,10 +23,22 @@ from sharedmirror.errors import CopyError
 if TYPE_CHECKING:
     from sharedmirror.copies.move import Binary
 
-__all__ = ["BATCH_COPIES", "Driver", "Kernel", "bind", "launch_shapes", "row_copies", "row_operations"]
+__all__ = [
+    "BATCH_COPIES",
+    "FIRST_COPIES",
+    "Driver",
+    "Kernel",
+    "batches",
+    "bind",
+    "launch_shapes",
+    "row_copies",
+    "row_operations",
+]
 
-BATCH_COPIES = 32
-"""Most copies in one batch call: the first begins when the call is over. Very long ones have crashed some drivers."""
+BATCH_COPIES = 1024
+"""Most copies in one batch call: very long batches have crashed some drivers."""
+FIRST_COPIES = 32
+"""Most copies in the first of several batch calls: none begins before its call is over."""
 _P, _I, _U, _N = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
@@ -146,11 +158,9 @@ class Driver:
 
     def copy_batch(self, targets: int, sources: int, sizes_bytes: int, count: int, stream: int) -> None:
         """Enqueue ``count`` copies; the arguments are addresses of 64-bit numbers. Only where ``has_batches``."""
-        for low in range(0, count, BATCH_COPIES):
+        for low, number in batches(count):
             at = 8 * low
-            code = self._batch(
-                targets + at, sources + at, sizes_bytes + at, min(BATCH_COPIES, count - low), *self._batch_tail, stream
-            )
+            code = self._batch(targets + at, sources + at, sizes_bytes + at, number, *self._batch_tail, stream)
             if code:
                 self._refuse("cuMemcpyBatchAsync", code)
 
@@ -162,10 +172,8 @@ class Driver:
 
     def copy_rows_batch(self, operations: int, count: int, stream: int) -> None:
         """Enqueue ``count`` 2D copies; ``operations`` is the address of a row of ``row_operations``."""
-        for low in range(0, count, BATCH_COPIES):
-            code = self._rows_batch(
-                min(BATCH_COPIES, count - low), operations + _OPERATION_BYTES * low, *self._rows_failed_at, 0, stream
-            )
+        for low, number in batches(count):
+            code = self._rows_batch(number, operations + _OPERATION_BYTES * low, *self._rows_failed_at, 0, stream)
             if code:
                 self._refuse("cuMemcpy3DBatchAsync", code)
 
@@ -223,6 +231,12 @@ class Driver:
         self._calls["cuGetErrorString"](code, ctypes.byref(text))
         what = text.value.decode() if text.value else "unknown error"
         raise CopyError(f"{name} failed with {code}: {what}", cuda=code)
+
+
+def batches(count: int) -> list[tuple[int, int]]:
+    """Return (first, number) of each batch call for so many copies."""
+    bounds = [0, *range(FIRST_COPIES, count, BATCH_COPIES), count]
+    return [(low, high - low) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def launch_shapes(blocks: Ids, threads: Ids, shared_bytes: Ids, streams: Ids | int) -> Ids:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharedmirror.copies import plan
+from sharedmirror.copies.driver import BATCH_COPIES, FIRST_COPIES, batches
 from sharedmirror.copies.pairs import Ids
 from sharedmirror.copies.plan import (
     MAX_PITCH,
@@ -281,6 +282,14 @@ def test_routes(sizes: list[int], pages: list[int], frames: list[int], route: Ro
     base = np.cumsum(size) * 1000
     addresses = Addresses(base, size, size, base, size, np.zeros(0, np.int64))
     assert choose_route(addresses, np.array(pages, np.int64), np.array(frames, np.int64)) is route
+
+
+@pytest.mark.parametrize("count", [1, FIRST_COPIES, FIRST_COPIES + 1, FIRST_COPIES + BATCH_COPIES + 1, 5000])
+def test_batches_follow_one_another_and_are_bounded(count: int) -> None:
+    made = batches(count)
+    assert [first for first, _ in made] == list(np.cumsum([0, *(number for _, number in made)])[:-1])
+    assert sum(number for _, number in made) == count
+    assert made[0][1] <= FIRST_COPIES and max(number for _, number in made) <= BATCH_COPIES
 
 
 def test_groups_end_where_an_event_may_be() -> None:
