@@ -59,6 +59,10 @@ class Storage(Protocol):
         """Make the storage ``size_bytes`` long in all; raises MemoryFault when it cannot."""
         ...
 
+    def shrink(self, size_bytes: int) -> None:
+        """Make the storage ``size_bytes`` long in all; nothing behind that is mapped."""
+        ...
+
     def map(self, offset: int, length: int) -> memoryview:
         """Return writable, populated bytes of a range; raises MemoryFault when there is no memory for it."""
         ...
@@ -157,7 +161,12 @@ class Heap:
         had = self._storage.size_bytes
         if had < self.end + length:
             self._storage.grow(self.end + length)
-        window = Window(self._storage, self.end, length)
+        try:
+            window = Window(self._storage, self.end, length)
+        except MemoryFault:
+            # What was had by then is for others, while this has no use for it.
+            self._storage.shrink(had)
+            raise
         # Room that was there before may hold what a killed process wrote and never made valid.
         fresh = self.end >= had
         self.end += length

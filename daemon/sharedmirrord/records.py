@@ -187,6 +187,12 @@ class RecordStore:
         self._interrupted = False
         failpoints.reach("records.committed")
 
+    def make_room(self, pages: int) -> None:
+        """See to it that the next commit may create a page table of so many pages; raises MemoryFault otherwise."""
+        self._check_usable()
+        heap = self._state.heap
+        heap.free(heap.allocate(table_bytes(pages))[0])
+
     def close(self) -> None:
         """Let go of all mappings; the storage keeps what was committed."""
         if not self._closed:

@@ -102,7 +102,7 @@ class Segment:
         return cls(name, fd, keep=True)
 
     def grow(self, size_bytes: int) -> None:
-        """Make the object ``size_bytes`` long, without pages for what is new; it never shrinks."""
+        """Make the object ``size_bytes`` long, without pages for what is new."""
         self._check_open()
         if size_bytes < self.size_bytes:
             raise UsageError(f"{self.name} has {self.size_bytes} bytes and cannot shrink to {size_bytes}")
@@ -113,6 +113,14 @@ class Segment:
                 f"{self.name} cannot be made {memory.show_bytes(size_bytes)} long: {error}",
                 asked_bytes=size_bytes,
             ) from error
+        self.size_bytes = size_bytes
+
+    def shrink(self, size_bytes: int) -> None:
+        """Make the object ``size_bytes`` long; only for an end that no process has mapped: touching it kills."""
+        self._check_open()
+        if not 0 <= size_bytes <= self.size_bytes:
+            raise UsageError(f"{self.name} has {self.size_bytes} bytes and cannot grow to {size_bytes} by shrinking")
+        os.ftruncate(self.fd, size_bytes)
         self.size_bytes = size_bytes
 
     def map(self, offset: int, length: int) -> memoryview:

@@ -34,7 +34,7 @@ from sharedmirrord.arena import Arena
 from sharedmirrord.boards import Boards
 from sharedmirrord.connection import Connection
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import away, machine, report, sessions, watching
+from sharedmirrord.core import attach, away, machine, report, sessions, watching
 from sharedmirrord.core.durable import CreateTable, DropTable
 from sharedmirrord.core.model import Effects, Peer, State
 from sharedmirrord.index import Indexes
@@ -326,7 +326,21 @@ class Server:
         elif op == "board":
             self._pass_board(connection, number)
         else:
+            if op == "attach":
+                self._make_room(frame)
             self._apply(machine.Request(connection.session, number, op, frame))
+
+    def _make_room(self, arguments: dict[str, Any]) -> None:
+        """Have the room for a new pool's page table, so that nobody waits for it; raises MemoryFault."""
+        pages = attach.table_pages(self.state, arguments)
+        if pages:
+            try:
+                self.store.make_room(pages)
+            except MemoryFault as error:
+                log.error("event=no_page_table pages=%d error=%r", pages, error.message)
+                raise MemoryFault(
+                    f"there is no room for a page table of {pages} pages: {error.message}", **error.ids
+                ) from error
 
     def _pass_index(self, connection: Connection, number: int) -> None:
         """Answer ``index``: ``here`` with a descriptor, ``later`` while it is built, or ``none``."""

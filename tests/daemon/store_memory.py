@@ -38,6 +38,10 @@ class ByteStorage:
         self.size_bytes = size_bytes
         self.grown(size_bytes)
 
+    def shrink(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.grown(size_bytes)
+
     def map(self, offset: int, length: int) -> memoryview:
         assert offset % ALIGNMENT_BYTES == 0 and 0 < length <= self.size_bytes - offset
         return memoryview(self.memory)[offset : offset + length]

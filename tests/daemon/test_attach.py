@@ -19,6 +19,7 @@ from sharedmirror.errors import (
 )
 from sharedmirror.types import Plane, Role
 from sharedmirrord.core import machine
+from sharedmirrord.core.attach import table_pages
 from sharedmirrord.core.model import SessionState
 from tests.daemon.core_driver import MIB, Driver, attach_arguments
 
@@ -140,6 +141,24 @@ def test_a_rank_must_bring_the_planes_it_had(driver: Driver) -> None:
     with pytest.raises(PoolMismatch, match="it had 1, now 2"):
         join(driver, rank=1, planes=[*other, Plane("v", 1, 2, 1024, 4).to_wire()])
     assert join(driver, rank=1)["planes"] == engine.replies[1]["planes"]
+
+
+@pytest.mark.parametrize("asked", [6, None])
+def test_how_large_a_page_table_an_attach_makes(driver: Driver, asked: int | None) -> None:
+    def pages(**changes: Any) -> int:
+        return table_pages(driver.state, attach_arguments(num_host_pages=asked, **changes))
+
+    assert pages(rank=0) == pages(rank=1) == 0, "the other rank is missing"
+    driver.attach(driver.hello(), rank=0, num_host_pages=asked, wait_s=5.0)
+    wanted = pages(rank=1)
+    made = join(driver, rank=1, num_host_pages=asked)["num_host_pages"]
+    assert wanted == made
+    assert pages(rank=1) == 0, "the pool is there"
+    alone = pages(pool="q", world_size=1)
+    assert alone == join(driver, pool="q", engine="f", world_size=1, num_host_pages=asked)["num_host_pages"]
+    assert pages(pool="r", world_size=1, kind="static") == 0
+    assert pages(pool="r", world_size=1, planes=[]) == 0
+    assert table_pages(driver.state, attach_arguments(pool="r", world_size=1, num_host_pages=[3, 9])) == 9
 
 
 def test_equal_shards_must_have_equal_bytes(driver: Driver) -> None:

@@ -64,6 +64,10 @@ class BytesStorage:
         self.size_bytes = size_bytes
         self.grown(size_bytes)
 
+    def shrink(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.grown(size_bytes)
+
     def map(self, offset: int, length: int) -> memoryview:
         assert offset % ALIGNMENT_BYTES == 0 and 0 < length <= self.size_bytes - offset
         if self.map_fails:
@@ -434,6 +438,26 @@ def test_failed_growth_leaves_the_store_as_it_was(how: str, writes: list[Write])
     assert ("lease", 9) in store.records()
 
 
+def test_room_that_was_made_is_there_for_the_next_table() -> None:
+    storage, store = new_store()
+    before, size = state_of(store), storage.size_bytes
+    for storage.limit, storage.map_fails in ((size, False), (_CAPACITY, True)):
+        with pytest.raises(MemoryFault):
+            store.make_room(1000)
+        assert (state_of(store), storage.size_bytes) == (before, size)
+    storage.map_fails = False
+    store.make_room(1000)
+    assert state_of(store) == before
+    storage.limit = storage.size_bytes
+    store.commit([CreateTable(2, 1000)])
+    assert list(store.slots(2)) == [free_slot(page) for page in range(1000)]
+    # What was given back serves as well.
+    store.commit([DropTable(2)])
+    store.make_room(1000)
+    store.commit([CreateTable(3, 1000)])
+    assert reopened(storage.image()) == state_of(store)
+
+
 def test_full_store_still_takes_deletes() -> None:
     storage, store = new_store()
     storage.limit = storage.size_bytes
@@ -749,6 +773,8 @@ class FileStorage:
 
     def grow(self, size_bytes: int) -> None:
         os.ftruncate(self._fd, size_bytes)
+
+    shrink = grow
 
     def map(self, offset: int, length: int) -> memoryview:
         return memoryview(mmap.mmap(self._fd, length, offset=offset))

@@ -80,6 +80,19 @@ def test_growing_keeps_old_views_and_never_shrinks(name: str) -> None:
         assert segment.size_bytes == 8 * PAGE
 
 
+def test_an_end_that_nobody_maps_is_given_back(name: str) -> None:
+    with Segment.create(name, PAGE) as segment:
+        first = segment.map(0, PAGE)
+        segment.grow(8 * PAGE)
+        segment.unmap(segment.map(PAGE, 7 * PAGE))
+        assert allocated(segment.fd) == 8 * PAGE
+        segment.shrink(PAGE)
+        first[-1] = 7
+        assert allocated(segment.fd) == segment.size_bytes == os.fstat(segment.fd).st_size == PAGE
+        with pytest.raises(UsageError, match="cannot grow"):
+            segment.shrink(2 * PAGE)
+
+
 @pytest.mark.parametrize(("offset", "length"), [(1, PAGE), (-PAGE, PAGE), (0, 0), (0, 3 * PAGE), (2 * PAGE, PAGE)])
 def test_a_range_outside_is_refused(name: str, offset: int, length: int) -> None:
     with Segment.create(name, 2 * PAGE) as segment, pytest.raises(UsageError, match="cannot be mapped"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import socket as sockets
 import stat
@@ -23,6 +24,7 @@ from sharedmirror.errors import (
     SharedMirrorError,
 )
 from sharedmirror.types import Role
+from tests.daemon.shared_memory import mount_namespace
 
 if TYPE_CHECKING:
     from tests.conftest import Processes, Starter
@@ -166,3 +168,55 @@ def test_a_prefaulting_daemon_answers_status_and_lets_attach_wait(start: Starter
     status = daemon.status()
     assert status["daemon"]["state"] == "ready" and seen <= {"prefaulting", "ready"}
     assert status["arena"]["bytes_ready"] == 1 << 30
+
+
+# --- a /dev/shm without room for a page table
+
+NO_TABLE = """
+    import json, os, signal, subprocess, sys, tempfile
+    from sharedmirror import connect
+    from sharedmirror.channel import Channel
+    from sharedmirror.errors import MemoryFault
+    from sharedmirror.types import Plane, Role
+    from tests.conftest import until
+    from tests.daemon.core_driver import attach_arguments
+
+    path = tempfile.mkdtemp() + "/d.sock"
+    line = [sys.executable, "-m", "sharedmirrord", "--memory", "32MiB", "--pin", "none", "--socket", path]
+    daemon = subprocess.Popen(line)
+
+    def attach(channel, name, pages):
+        planes = [Plane("k", 0, 1, 16, 16).to_wire()]
+        asked = attach_arguments(pool=name, engine=name, world_size=1, num_host_pages=pages, planes=planes)
+        return channel.call("attach", **asked)["num_host_pages"]
+
+    try:
+        until(lambda: os.path.exists(path), "the daemon listens")
+        with Channel.open(path, role=Role.OBSERVER) as other:
+            until(lambda: other.call("status")["status"]["daemon"]["state"] == "ready", "the daemon is ready")
+        with Channel.open(path, role=Role.WORKER) as channel:
+            try:
+                attach(channel, "huge", 1_000_000)
+            except MemoryFault as error:
+                refused = error.message
+            with Channel.open(path, role=Role.OBSERVER) as other:
+                status = other.call("status")["status"]
+            made = attach(channel, "small", 100)
+            with connect(path, "small", "small", timeout_s=5) as client:
+                leased = len(client.lease(7).pages)
+    finally:
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(20) == 0
+    print(json.dumps(dict(refused=refused, alarms=status["alarms"], pools=status["pools"], made=made, leased=leased)))
+"""
+
+
+def test_a_pool_whose_page_table_has_no_room_is_refused_and_nobody_else_waits() -> None:
+    result = mount_namespace()("size=40m,huge=never", NO_TABLE)
+    assert "no room for a page table of 1000000 pages: /dev/shm is full: " in result["refused"]
+    assert "free; run `mount -o remount,size=" in result["refused"]
+    # What was had of it by then is given back.
+    (alarm,) = result["alarms"]
+    assert alarm["code"] == "shm_full" and re.search(r"only [34]\.\d\d MiB .* left", alarm["message"])
+    assert (result["pools"], result["made"], result["leased"]) == ([], 100, 7)
+    assert "event=no_page_table pages=1000000" in result["stderr"]

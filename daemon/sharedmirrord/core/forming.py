@@ -6,7 +6,7 @@ from sharedmirror.errors import ArenaBusy, ArenaFull, PoolMismatch
 from sharedmirror.types import REGION_ALIGNMENT_BYTES, Plane, PoolKind
 from sharedmirrord.core import room
 from sharedmirrord.core.elastic import Elastic, step_pages
-from sharedmirrord.core.model import Effects, Pool, Region, State
+from sharedmirrord.core.model import Count, Effects, Pool, Properties, Region, State
 from sharedmirrord.core.regions import Placement, Wish, frame_bytes, place
 
 
@@ -15,15 +15,12 @@ def allocate(state: State, pool: Pool, out: Effects) -> None:
 
     Raises PoolMismatch, ArenaFull or ArenaBusy, and changes nothing then, but that other pools may begin to give back.
     """
-    groups = _groups(pool)
+    groups = _groups(pool.planes)
     properties = pool.properties
     frames = properties.frames_per_page
     page_bytes = tuple(frame_bytes(planes) * frames for planes in groups.values())
     count, least = pool.count, 2 if properties.kind is PoolKind.LEASED else 1
-    if count is None:
-        free = room.available_bytes(state)
-        count = max(0, free // 2 - len(groups) * REGION_ALIGNMENT_BYTES) // sum(page_bytes)
-    most = count if isinstance(count, int) else count[1]
+    most = _most_pages(state, count, page_bytes)
     placements = [place(planes, most * frames, properties.layout) for planes in groups.values()]
     sizes = [placement.size_bytes for placement in placements]
     elastic = None
@@ -44,18 +41,33 @@ def allocate(state: State, pool: Pool, out: Effects) -> None:
     pool.places = _places(pool, groups, placements)
 
 
+def pages_of(state: State, properties: Properties, planes: dict[int, tuple[Plane, ...]], count: Count | None) -> int:
+    """Return how many pages a pool of these ranks' planes would get; raises PoolMismatch."""
+    groups = _groups(planes)
+    page_bytes = tuple(frame_bytes(group) * properties.frames_per_page for group in groups.values())
+    return _most_pages(state, count, page_bytes)
+
+
+def _most_pages(state: State, count: Count | None, page_bytes: tuple[int, ...]) -> int:
+    """Return how many pages a pool may have; where nobody says, what half of the room that is left holds."""
+    if count is None:
+        free = room.available_bytes(state)
+        return max(0, free // 2 - len(page_bytes) * REGION_ALIGNMENT_BYTES) // sum(page_bytes)
+    return count if isinstance(count, int) else count[1]
+
+
 def _wish(pool: Pool, ranks: tuple[int, ...]) -> Wish:
     """Return where a region is to lie: on the node of its ranks' GPUs, or on all of them."""
     nodes = {pool.nodes.get(rank) for rank in ranks}
     return nodes.pop() if len(nodes) == 1 else "shared"
 
 
-def _groups(pool: Pool) -> dict[tuple[int, ...], list[Plane]]:
+def _groups(planes_of: dict[int, tuple[Plane, ...]]) -> dict[tuple[int, ...], list[Plane]]:
     """Return the planes of each region, by the ranks that share it."""
     owners: dict[tuple[str, int], list[int]] = {}
     known: dict[tuple[str, int], Plane] = {}
-    for rank in sorted(pool.planes):
-        for plane in pool.planes[rank]:
+    for rank in sorted(planes_of):
+        for plane in planes_of[rank]:
             mark = (plane.name, plane.shard)
             if known.setdefault(mark, plane) != plane:
                 raise PoolMismatch(
