@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sharedmirror.errors import LayoutError
-from sharedmirror.types import Plane
+from sharedmirror.types import MAX_SHARDS, Plane
 
 __all__ = ["PlaneSpec", "PoolLayout"]
 
@@ -46,6 +46,10 @@ class PlaneSpec:
             )
         if self.shard is not None and self.shards is not None:
             check_positive(self.shards, f"shards of plane {self.name!r}", self.name)
+            if self.shards > MAX_SHARDS:
+                raise LayoutError(
+                    f"shards of plane {self.name!r} is {self.shards}; it must be at most {MAX_SHARDS}", plane=self.name
+                )
             if isinstance(self.shard, bool) or not isinstance(self.shard, int) or not 0 <= self.shard < self.shards:
                 raise LayoutError(
                     f"shard {self.shard!r} of plane {self.name!r} is not in 0..{self.shards - 1}", plane=self.name

@@ -31,6 +31,7 @@ SLICE_ALIGNMENT_BYTES = 16
 BOARD_BLOCK_BYTES = 4096
 """A rank's room on the board where ranks meet to load together; see ``board``."""
 REGION_ALIGNMENT_BYTES = 2 << 20
+MAX_SHARDS = 65536
 
 
 AWAY_HITS = 1 << 61

@@ -31,6 +31,10 @@ def test_bytes_and_planes() -> None:
         ({"name": "x", "row_bytes": 4, "span": 1, "shard": 2, "shards": 2}, "shard 2 of plane 'x'"),
         ({"name": "x", "row_bytes": 4, "span": 1, "shard": 0}, "plane 'x'"),
         ({"name": "x", "row_bytes": 4, "span": 1, "shard": 0, "shards": 0}, "shards of plane 'x'"),
+        (
+            {"name": "x", "row_bytes": 4, "span": 1, "shard": 0, "shards": 1 << 70},
+            "shards of plane 'x' .* at most 65536",
+        ),
     ],
 )
 def test_bad_plane_is_named(values: dict[str, Any], named: str) -> None:

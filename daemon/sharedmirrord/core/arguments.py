@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharedmirror.errors import KeyInputError, ProtocolError, UsageError
-from sharedmirror.types import MAX_KEY_BYTES, MAX_WAIT_S, Plane
+from sharedmirror.types import MAX_KEY_BYTES, MAX_SHARDS, MAX_WAIT_S, Plane
 
 MAX_TEXT_BYTES = 256
 MAX_PLANES = 65536
@@ -131,7 +131,9 @@ def planes(arguments: Mapping[str, Any], rank: int) -> tuple[Plane, ...]:
         name, shard, shards, slice_bytes, span = item
         if any(type(number) is not int for number in item[1:]):
             raise ProtocolError(f"plane {name!r:.80} has a number that is none")
-        if not (0 <= shard < shards <= 65536 and 0 < slice_bytes <= MAX_SLICE_BYTES and 0 < span <= MAX_SLICE_BYTES):
+        if not (
+            0 <= shard < shards <= MAX_SHARDS and 0 < slice_bytes <= MAX_SLICE_BYTES and 0 < span <= MAX_SLICE_BYTES
+        ):
             raise ProtocolError(f"plane {name!r:.80} has numbers out of range: {item[1:]}")
         found.append(Plane(name, shard, shards, slice_bytes, span))
     if len({(plane.name, plane.shard) for plane in found}) != len(found):
