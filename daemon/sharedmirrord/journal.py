@@ -147,6 +147,11 @@ class Heap:
         """Bytes in use, the header page included."""
         return self.end - sum(length for _, length in self._free)
 
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest room that was given back."""
+        return max((length for _, length in self._free), default=0)
+
     def allocate(self, size_bytes: int) -> tuple[Window, bool]:
         """Return room of at least ``size_bytes``, and whether it is known to hold zeros.
 

@@ -22,6 +22,7 @@ from typing import Any
 from sharedmirror.errors import ClosedError, EnvironmentFault, ProtocolError, UsageError
 from sharedmirrord import failpoints
 from sharedmirrord.core.durable import CreateTable, Delete, Put, SetSlots, Slot, Write
+from sharedmirrord.core.model import TableRoom
 from sharedmirrord.entries import (
     TABLE,
     StoreHeader,
@@ -45,11 +46,13 @@ from sharedmirrord.journal import (
     Storage,
     entry_bytes,
 )
-from sharedmirrord.tables import Prepared, Table
+from sharedmirrord.tables import SLOT_BYTES, Prepared, Table
 
-__all__ = ["DEFAULT_AREA_BYTES", "RecordStore", "StoreHeader"]
+__all__ = ["DEFAULT_AREA_BYTES", "JOURNAL_BYTES", "RecordStore", "StoreHeader"]
 
 DEFAULT_AREA_BYTES = 1 << 20
+JOURNAL_BYTES = 1 << 20
+"""Room that a page table leaves for the journal to grow."""
 
 
 class _Plan:
@@ -140,6 +143,10 @@ class RecordStore:
         """Return the number of pages in each pool's page table."""
         return {pool: table.pages for pool, table in self._state.tables.items()}
 
+    def table_room(self, free_bytes: int) -> TableRoom:
+        """Return what a page table may take where the storage can grow by ``free_bytes``, the journal's share aside."""
+        return TableRoom(max(free_bytes - JOURNAL_BYTES, self._state.heap.largest_free_bytes), SLOT_BYTES)
+
     def slots(self, pool: int) -> Iterator[Slot | None]:
         """Yield the slots of a pool's pages in order, None where no copy is valid.
 
@@ -186,12 +193,6 @@ class RecordStore:
         self._apply(plan)
         self._interrupted = False
         failpoints.reach("records.committed")
-
-    def make_room(self, pages: int) -> None:
-        """See to it that the next commit may create a page table of so many pages; raises MemoryFault otherwise."""
-        self._check_usable()
-        heap = self._state.heap
-        heap.free(heap.allocate(table_bytes(pages))[0])
 
     def close(self) -> None:
         """Let go of all mappings; the storage keeps what was committed."""

@@ -10,6 +10,7 @@ It must not know what the bytes mean, and it is not thread-safe.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -102,10 +103,16 @@ class Segment:
         return cls(name, fd, keep=True)
 
     def grow(self, size_bytes: int) -> None:
-        """Make the object ``size_bytes`` long, without pages for what is new."""
+        """Make the object ``size_bytes`` long, without pages for what is new.
+
+        Raises MemoryFault where /dev/shm has no room for them: they are not taken from others to find that out.
+        """
         self._check_open()
         if size_bytes < self.size_bytes:
             raise UsageError(f"{self.name} has {self.size_bytes} bytes and cannot shrink to {size_bytes}")
+        free, more = memory.shm_free(), size_bytes - self.size_bytes
+        if free is not None and more > free:
+            raise memory.shortage(self.name, more, 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         try:
             os.ftruncate(self.fd, size_bytes)
         except (OSError, OverflowError) as error:

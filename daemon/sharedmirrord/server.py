@@ -29,12 +29,12 @@ from sharedmirror.errors import (
     UsageError,
 )
 from sharedmirror.types import Role
-from sharedmirrord import alarms, failpoints, lifecycle, notify, proof
+from sharedmirrord import alarms, failpoints, lifecycle, memory, notify, proof
 from sharedmirrord.arena import Arena
 from sharedmirrord.boards import Boards
 from sharedmirrord.connection import Connection
 from sharedmirrord.core import arguments as arg
-from sharedmirrord.core import attach, away, machine, report, sessions, watching
+from sharedmirrord.core import away, machine, report, sessions, watching
 from sharedmirrord.core.durable import CreateTable, DropTable
 from sharedmirrord.core.model import Effects, Peer, State
 from sharedmirrord.index import Indexes
@@ -185,6 +185,9 @@ class Server:
     # -- the core --------------------------------------------------------------------------------
 
     def _apply(self, event: machine.Event) -> None:
+        if self.state.waiters or (isinstance(event, machine.Request) and event.op == "attach"):
+            free = memory.shm_free()
+            self.state.table_room = None if free is None else self.store.table_room(free)
         effects = machine.apply(self.state, event, time.monotonic())
         if effects.writes or effects.replies or effects.pushes or effects.forgotten or effects.notes:
             self._unsaved.append(effects)
@@ -326,21 +329,7 @@ class Server:
         elif op == "board":
             self._pass_board(connection, number)
         else:
-            if op == "attach":
-                self._make_room(frame)
             self._apply(machine.Request(connection.session, number, op, frame))
-
-    def _make_room(self, arguments: dict[str, Any]) -> None:
-        """Have the room for a new pool's page table, so that nobody waits for it; raises MemoryFault."""
-        pages = attach.table_pages(self.state, arguments)
-        if pages:
-            try:
-                self.store.make_room(pages)
-            except MemoryFault as error:
-                log.error("event=no_page_table pages=%d error=%r", pages, error.message)
-                raise MemoryFault(
-                    f"there is no room for a page table of {pages} pages: {error.message}", **error.ids
-                ) from error
 
     def _pass_index(self, connection: Connection, number: int) -> None:
         """Answer ``index``: ``here`` with a descriptor, ``later`` while it is built, or ``none``."""

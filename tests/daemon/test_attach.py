@@ -10,6 +10,7 @@ from sharedmirror.errors import (
     ArenaFull,
     DaemonUnavailable,
     EngineBusy,
+    MemoryFault,
     PoolMismatch,
     PoolNotFound,
     RanksMissing,
@@ -19,8 +20,7 @@ from sharedmirror.errors import (
 )
 from sharedmirror.types import Plane, Role
 from sharedmirrord.core import machine
-from sharedmirrord.core.attach import table_pages
-from sharedmirrord.core.model import SessionState
+from sharedmirrord.core.model import SessionState, TableRoom
 from tests.daemon.core_driver import MIB, Driver, attach_arguments
 
 
@@ -143,22 +143,30 @@ def test_a_rank_must_bring_the_planes_it_had(driver: Driver) -> None:
     assert join(driver, rank=1)["planes"] == engine.replies[1]["planes"]
 
 
-@pytest.mark.parametrize("asked", [6, None])
-def test_how_large_a_page_table_an_attach_makes(driver: Driver, asked: int | None) -> None:
-    def pages(**changes: Any) -> int:
-        return table_pages(driver.state, attach_arguments(num_host_pages=asked, **changes))
+def test_a_page_table_without_room_is_refused_to_all_ranks_and_fewer_pages_are_fine(driver: Driver) -> None:
+    driver.state.table_room = TableRoom(free_bytes=999, slot_bytes=100)
+    first = driver.hello()
+    waiting = driver.attach(first, rank=0, num_host_pages=10, wait_s=5.0)
+    with pytest.raises(PoolMismatch, match="num_host_pages"):
+        join(driver, rank=1, num_host_pages=12)
+    with pytest.raises(
+        MemoryFault, match="'p' of 10 pages needs a page table of 1000 bytes .* 999 are to be had"
+    ) as caught:
+        join(driver, rank=1, num_host_pages=10)
+    assert caught.value.ids == {"asked_bytes": 1000, "free_bytes": 999}
+    with pytest.raises(MemoryFault, match="needs a page table of 1000 bytes"):
+        driver.result(first, waiting)
+    driver.engine(num_host_pages=9, engine="f")
+    driver.state.table_room = TableRoom(free_bytes=0, slot_bytes=100)
+    join(driver, pool="q", engine="g", kind="static", world_size=1)
 
-    assert pages(rank=0) == pages(rank=1) == 0, "the other rank is missing"
-    driver.attach(driver.hello(), rank=0, num_host_pages=asked, wait_s=5.0)
-    wanted = pages(rank=1)
-    made = join(driver, rank=1, num_host_pages=asked)["num_host_pages"]
-    assert wanted == made
-    assert pages(rank=1) == 0, "the pool is there"
-    alone = pages(pool="q", world_size=1)
-    assert alone == join(driver, pool="q", engine="f", world_size=1, num_host_pages=asked)["num_host_pages"]
-    assert pages(pool="r", world_size=1, kind="static") == 0
-    assert pages(pool="r", world_size=1, planes=[]) == 0
-    assert table_pages(driver.state, attach_arguments(pool="r", world_size=1, num_host_pages=[3, 9])) == 9
+
+def test_a_page_table_of_a_pool_whose_size_is_left_open(driver: Driver) -> None:
+    driver.state.table_room = TableRoom(free_bytes=999, slot_bytes=100)
+    with pytest.raises(MemoryFault, match=r"num_host_pages is left open.* half of the arena's rest"):
+        join(driver, world_size=1, num_host_pages=None)
+    with pytest.raises(ArenaFull):
+        join(driver, world_size=1, num_host_pages=1 << 30)
 
 
 def test_equal_shards_must_have_equal_bytes(driver: Driver) -> None:

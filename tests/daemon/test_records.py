@@ -35,8 +35,9 @@ from sharedmirror.errors import (
 )
 from sharedmirrord import journal
 from sharedmirrord.core.durable import NO_PAGE, CreateTable, Delete, DropTable, Put, SetSlots, Slot, Write
+from sharedmirrord.core.model import TableRoom
 from sharedmirrord.journal import ALIGNMENT_BYTES, Area, HeaderPage, Heap, Window
-from sharedmirrord.records import RecordStore, StoreHeader
+from sharedmirrord.records import JOURNAL_BYTES, RecordStore, StoreHeader
 from sharedmirrord.tables import SLOT_BYTES
 
 HEADER = StoreHeader(b"0123456789abcdef", "boot-1", 1000, "/run/daemon.sock", 3, (("/sharedmirror-a", 1 << 30),))
@@ -438,24 +439,24 @@ def test_failed_growth_leaves_the_store_as_it_was(how: str, writes: list[Write])
     assert ("lease", 9) in store.records()
 
 
-def test_room_that_was_made_is_there_for_the_next_table() -> None:
+def test_a_table_that_could_not_be_mapped_leaves_the_storage_as_long_as_it_was() -> None:
     storage, store = new_store()
-    before, size = state_of(store), storage.size_bytes
-    for storage.limit, storage.map_fails in ((size, False), (_CAPACITY, True)):
-        with pytest.raises(MemoryFault):
-            store.make_room(1000)
-        assert (state_of(store), storage.size_bytes) == (before, size)
-    storage.map_fails = False
-    store.make_room(1000)
-    assert state_of(store) == before
-    storage.limit = storage.size_bytes
-    store.commit([CreateTable(2, 1000)])
-    assert list(store.slots(2)) == [free_slot(page) for page in range(1000)]
-    # What was given back serves as well.
+    size, storage.map_fails = storage.size_bytes, True
+    with pytest.raises(MemoryFault):
+        store.commit([CreateTable(2, 1000)])
+    assert storage.size_bytes == size
+
+
+def test_what_a_page_table_may_take() -> None:
+    storage, store = new_store()
+    assert store.table_room(0).free_bytes <= 0
+    assert store.table_room(JOURNAL_BYTES + 5000) == TableRoom(5000, SLOT_BYTES)
+    store.commit([CreateTable(2, 1000), CreateTable(3, 10)])
     store.commit([DropTable(2)])
-    store.make_room(1000)
-    store.commit([CreateTable(3, 1000)])
-    assert reopened(storage.image()) == state_of(store)
+    there = store.table_room(0)
+    assert there.free_bytes >= 1000 * SLOT_BYTES
+    storage.limit = storage.size_bytes
+    store.commit([CreateTable(4, there.free_bytes // SLOT_BYTES)])
 
 
 def test_full_store_still_takes_deletes() -> None:

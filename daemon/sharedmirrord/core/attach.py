@@ -25,7 +25,7 @@ from sharedmirror.types import Layout, Plane, PoolKind, Role
 from sharedmirrord.core import arguments as arg
 from sharedmirrord.core import leases, shares
 from sharedmirrord.core.durable import CreateTable, Put
-from sharedmirrord.core.forming import allocate, pages_of
+from sharedmirrord.core.forming import allocate
 from sharedmirrord.core.growth import visible_regions
 from sharedmirrord.core.model import (
     Count,
@@ -123,7 +123,7 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
     if incarnation is not None:
         _check_tag(state, incarnation, session, name, tag)
         _check_rank(state, incarnation, session, rank, launch, static)
-    pool = _pool(state, name, tag)
+    pool = next((pool for pool in state.pools.values() if (pool.name, pool.tag) == (name, tag)), None)
     if pool is not None:
         _check_pool(pool, properties, pages, rank, planes)
     if pool is not None and static and pool.holder is not None:
@@ -145,30 +145,6 @@ def _attach_worker(state: State, session: Session, arguments: dict[str, Any], ou
     _bind(state, session, pool, incarnation, out)
     state.moved = True
     return _welcome(state, pool, session, rank) | {"incarnation": incarnation.id}
-
-
-def table_pages(state: State, arguments: dict[str, Any]) -> int:
-    """Return of how many pages a page table is that an attach would make, 0 where it would make none.
-
-    Nothing is changed. What is wrong with the arguments is for the attach itself to say.
-    """
-    try:
-        name, tag = (arg.text(arguments, key, "") for key in ("pool", "tag"))
-        properties, rank = _properties(arguments), arg.integer(arguments, "rank", 0, 1 << 31)
-        pool = _pool(state, name, tag)
-        if not state.ready or properties.kind is PoolKind.STATIC or (pool is not None and pool.ready):
-            return 0
-        planes = {**(pool.planes if pool is not None else {}), rank: arg.planes(arguments, rank)}
-        count = _count(arguments, properties)
-        if count is None and pool is not None:
-            count = pool.count
-        return pages_of(state, properties, planes, count) if len(planes) >= properties.world_size else 0
-    except SharedMirrorError:
-        return 0
-
-
-def _pool(state: State, name: str, tag: str) -> Pool | None:
-    return next((pool for pool in state.pools.values() if (pool.name, pool.tag) == (name, tag)), None)
 
 
 def _properties(arguments: dict[str, Any]) -> Properties:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from sharedmirror.errors import ArenaBusy, ArenaFull, PoolMismatch
+from sharedmirror.errors import ArenaBusy, ArenaFull, MemoryFault, PoolMismatch
 from sharedmirror.types import REGION_ALIGNMENT_BYTES, Plane, PoolKind
 from sharedmirrord.core import room
 from sharedmirrord.core.elastic import Elastic, step_pages
-from sharedmirrord.core.model import Count, Effects, Pool, Properties, Region, State
+from sharedmirrord.core.model import Effects, Pool, Region, State
 from sharedmirrord.core.regions import Placement, Wish, frame_bytes, place
 
 
 def allocate(state: State, pool: Pool, out: Effects) -> None:
     """Group the planes by the ranks that share them, size the pool and take its regions.
 
-    Raises PoolMismatch, ArenaFull or ArenaBusy, and changes nothing then, but that other pools may begin to give back.
+    Raises PoolMismatch, ArenaFull, MemoryFault or ArenaBusy, and changes nothing then, but that other pools may begin
+    to give back.
     """
-    groups = _groups(pool.planes)
+    groups = _groups(pool)
     properties = pool.properties
     frames = properties.frames_per_page
     page_bytes = tuple(frame_bytes(planes) * frames for planes in groups.values())
     count, least = pool.count, 2 if properties.kind is PoolKind.LEASED else 1
-    most = _most_pages(state, count, page_bytes)
+    if count is None:
+        free = room.available_bytes(state)
+        count = max(0, free // 2 - len(groups) * REGION_ALIGNMENT_BYTES) // sum(page_bytes)
+    most = count if isinstance(count, int) else count[1]
     placements = [place(planes, most * frames, properties.layout) for planes in groups.values()]
     sizes = [placement.size_bytes for placement in placements]
     elastic = None
@@ -41,33 +45,18 @@ def allocate(state: State, pool: Pool, out: Effects) -> None:
     pool.places = _places(pool, groups, placements)
 
 
-def pages_of(state: State, properties: Properties, planes: dict[int, tuple[Plane, ...]], count: Count | None) -> int:
-    """Return how many pages a pool of these ranks' planes would get; raises PoolMismatch."""
-    groups = _groups(planes)
-    page_bytes = tuple(frame_bytes(group) * properties.frames_per_page for group in groups.values())
-    return _most_pages(state, count, page_bytes)
-
-
-def _most_pages(state: State, count: Count | None, page_bytes: tuple[int, ...]) -> int:
-    """Return how many pages a pool may have; where nobody says, what half of the room that is left holds."""
-    if count is None:
-        free = room.available_bytes(state)
-        return max(0, free // 2 - len(page_bytes) * REGION_ALIGNMENT_BYTES) // sum(page_bytes)
-    return count if isinstance(count, int) else count[1]
-
-
 def _wish(pool: Pool, ranks: tuple[int, ...]) -> Wish:
     """Return where a region is to lie: on the node of its ranks' GPUs, or on all of them."""
     nodes = {pool.nodes.get(rank) for rank in ranks}
     return nodes.pop() if len(nodes) == 1 else "shared"
 
 
-def _groups(planes_of: dict[int, tuple[Plane, ...]]) -> dict[tuple[int, ...], list[Plane]]:
+def _groups(pool: Pool) -> dict[tuple[int, ...], list[Plane]]:
     """Return the planes of each region, by the ranks that share it."""
     owners: dict[tuple[str, int], list[int]] = {}
     known: dict[tuple[str, int], Plane] = {}
-    for rank in sorted(planes_of):
-        for plane in planes_of[rank]:
+    for rank in sorted(pool.planes):
+        for plane in pool.planes[rank]:
             mark = (plane.name, plane.shard)
             if known.setdefault(mark, plane) != plane:
                 raise PoolMismatch(
@@ -98,6 +87,8 @@ def _make_room(
     most_bytes = needed if elastic is None else elastic.size_bytes(elastic.most)
     if most_bytes > state.space.size_bytes:
         raise _arena_full(state, pool, most, most_bytes, per_page)
+    if pool.properties.kind is PoolKind.LEASED:
+        _check_table(state, pool, most)
     if room.reclaim(state, needed, pool, out):
         return
     givers = room.ask(state, needed, pool, (needed, most_bytes))
@@ -108,6 +99,23 @@ def _make_room(
         f"pool {pool.name!r} needs {needed} bytes; {room.available_bytes(state)} of {state.space.size_bytes} are free "
         f"or in pools that nobody uses, and pools {names} are giving back the rest",
         pools=names,
+    )
+
+
+def _check_table(state: State, pool: Pool, pages: int) -> None:
+    """Raise MemoryFault where the records have no room for a page table: nobody is to wait for it."""
+    there = state.table_room
+    if there is None or pages * there.slot_bytes <= there.free_bytes:
+        return
+    left_open = (
+        "" if pool.count is not None else " (num_host_pages is left open, so they take half of the arena's rest)"
+    )
+    raise MemoryFault(
+        f"pool {pool.name!r} of {pages} pages{left_open} needs a page table of {pages * there.slot_bytes} bytes in "
+        f"/dev/shm beside the arena; {there.free_bytes} are to be had. Ask for fewer host pages, remove what else lies "
+        f"there, or enlarge it: `mount -o remount,size=SIZE /dev/shm` as root, or --shm-size of the container",
+        asked_bytes=pages * there.slot_bytes,
+        free_bytes=there.free_bytes,
     )
 
 

@@ -372,6 +372,14 @@ class Effects:
     """Lines for the log, as key=value."""
 
 
+@dataclass(frozen=True)
+class TableRoom:
+    """What a new page table may take: ``free_bytes``, of which each page needs ``slot_bytes``."""
+
+    free_bytes: int
+    slot_bytes: int
+
+
 @dataclass
 class State:
     """Everything the daemon knows, apart from sockets and memory."""
@@ -403,6 +411,8 @@ class State:
     """Whether pages of a cleared pool are left to be freed: the next event goes on with it."""
     moved: bool = False
     """Set when something happened that a waiter may have waited for."""
+    table_room: TableRoom | None = None
+    """What a new page table may take now; None: as much as it needs."""
 
     def new_id(self) -> int:
         """Return a number that was never used before in this state."""
