@@ -22,7 +22,7 @@ from sharedmirror.channel import Channel
 from sharedmirror.errors import DaemonUnavailable
 from sharedmirror.types import Role
 
-COMMAND = [sys.executable, "-c", "from sharedmirror.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "sharedmirror"]
 READY_TIMEOUT_S = 20.0
 EXIT_TIMEOUT_S = 20.0
 DEMO_TIMEOUT_S = 90.0

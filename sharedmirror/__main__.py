@@ -1,0 +1,5 @@
+"""``python -m sharedmirror``."""
+
+from sharedmirror.cli import main
+
+main()
