@@ -437,7 +437,7 @@ def main() -> None:
         "limit: pinned copy of 1 GiB",
         f"store {limits.store:.1f}, load {limits.load:.1f}, both at once {limits.both:.1f} GB/s",
     )
-    largest = max(POOL_PAGES * int(label.split(":")[1]) for label in [*options.layouts, "page:0"])
+    largest = max((POOL_PAGES * int(label.split(":")[1]) for label in options.layouts), default=0)
     host = HostMemory(PLANES * max(largest, 2 * BESIDE_PAGES * BESIDE_KIB) << 10)
     if "slab:32" in options.layouts:
         out, back = measure_rows_limit(host)

@@ -185,7 +185,8 @@ class Server:
     # -- the core --------------------------------------------------------------------------------
 
     def _apply(self, event: machine.Event) -> None:
-        if self.state.waiters or (isinstance(event, machine.Request) and event.op == "attach"):
+        asked = isinstance(event, machine.Request) and event.op == "attach"
+        if asked or any(waiter.op == "attach" for waiter in self.state.waiters):
             free = memory.shm_free()
             self.state.table_room = None if free is None else self.store.table_room(free)
         effects = machine.apply(self.state, event, time.monotonic())

@@ -11,7 +11,7 @@ and whoever must start the work that empties it may be another thread of this pr
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -233,10 +233,12 @@ class Driver:
         raise CopyError(f"{name} failed with {code}: {what}", cuda=code)
 
 
-def batches(count: int) -> list[tuple[int, int]]:
-    """Return (first, number) of each batch call for so many copies."""
-    bounds = [0, *range(FIRST_COPIES, count, BATCH_COPIES), count]
-    return [(low, high - low) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+def batches(count: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, number) of each batch call for so many copies."""
+    low, most = 0, FIRST_COPIES
+    while low < count:
+        yield low, min(most, count - low)
+        low, most = low + most, BATCH_COPIES
 
 
 def launch_shapes(blocks: Ids, threads: Ids, shared_bytes: Ids, streams: Ids | int) -> Ids:

@@ -286,7 +286,7 @@ def test_routes(sizes: list[int], pages: list[int], frames: list[int], route: Ro
 
 @pytest.mark.parametrize("count", [1, FIRST_COPIES, FIRST_COPIES + 1, FIRST_COPIES + BATCH_COPIES + 1, 5000])
 def test_batches_follow_one_another_and_are_bounded(count: int) -> None:
-    made = batches(count)
+    made = list(batches(count))
     assert [first for first, _ in made] == list(np.cumsum([0, *(number for _, number in made)])[:-1])
     assert sum(number for _, number in made) == count
     assert made[0][1] <= FIRST_COPIES and max(number for _, number in made) <= BATCH_COPIES
